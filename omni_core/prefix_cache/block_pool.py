@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The durable rows: per key one host tensor over all slots of the mirrored KV cache."""
+
+from __future__ import annotations
+
+import math
+import mmap
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+
+_MAP_NORESERVE = 0x4000
+"""Linux's flag, from `mman-linux.h`; Python names it from 3.13 on."""
+_WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
+"""Rows are moved as the widest words that divide them: scattering bfloat16 element by element costs half again."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowSpec:
+    """What one row of a key looks like."""
+
+    trailing_shape: tuple[int, ...]
+    """Shape of a row; `()` for one number per token."""
+    dtype: torch.dtype
+
+    @property
+    def width(self) -> int:
+        """Elements per row."""
+        return math.prod(self.trailing_shape)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes per row."""
+        return self.width * self.dtype.itemsize
+
+
+class BlockMap:
+    """Where a KV block's rows lie in the host pool: the identity, while the pool has a place for every block."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+
+    def host_slots(self, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Rows of the host pool for KV slots."""
+        return slots
+
+    def whole_blocks(self, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Host blocks that the longest front part of `slots` covers whole and in order; empty if none."""
+        count = len(slots) // self.block_size
+        if count == 0:
+            return slots[:0]
+        runs = slots[: count * self.block_size].reshape(count, self.block_size)
+        firsts = runs[:, 0]
+        offsets = np.arange(self.block_size, dtype=np.int64)
+        whole = (firsts % self.block_size == 0) & (runs == firsts[:, None] + offsets).all(axis=1)
+        covered = count if whole.all() else int(np.argmin(whole))
+        return self.host_slots(firsts[:covered]) // self.block_size
+
+
+class PrefixBlockPool:
+    """Rows of every stored key, viewed flat as `(num_blocks * block_size, width)`, pageable, committed when touched.
+
+    Readers and the one writer are kept apart by the controller's protocol, not by a lock here. Rows are moved as bytes:
+    nothing is ever cast.
+    """
+
+    def __init__(self, block_map: BlockMap) -> None:
+        self._block_map = block_map
+        self._specs: dict[str, RowSpec] = {}
+        self._rows: dict[str, torch.Tensor] = {}
+
+    @property
+    def specs(self) -> dict[str, RowSpec]:
+        """Stored keys and their rows."""
+        return dict(self._specs)
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Address space reserved for rows; memory is committed as blocks are first written."""
+        return sum(rows.numel() * rows.element_size() for rows in self._rows.values())
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._specs
+
+    def spec(self, key: str) -> RowSpec:
+        """What a row of the stored `key` looks like."""
+        return self._specs[key]
+
+    def add_key(self, key: str, spec: RowSpec) -> None:
+        """Reserve rows for a new key. Engine thread, no lock held. Costs no memory until rows are written."""
+        num_slots = self._block_map.num_blocks * self._block_map.block_size
+        nbytes = num_slots * spec.row_bytes
+        reserved = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
+        word = next(dtype for dtype in _WORDS if spec.row_bytes % dtype.itemsize == 0)
+        self._rows[key] = torch.frombuffer(reserved, dtype=word).view(num_slots, spec.row_bytes // word.itemsize)
+        self._specs[key] = spec
+
+    def gather(self, key: str, slots: npt.NDArray[np.int64], out: torch.Tensor) -> None:
+        """Copy the rows at `slots` into `out` `(len(slots), width)`, whole blocks at a time where slots allow it."""
+        rows = self._rows[key]
+        out = out.view(rows.dtype)
+        block_size = self._block_map.block_size
+        blocks = self._block_map.whole_blocks(slots)
+        done = len(blocks) * block_size
+        if done:
+            by_block = rows.view(-1, block_size * rows.shape[1])
+            target = out[:done].view(len(blocks), block_size * rows.shape[1])
+            torch.index_select(by_block, 0, torch.from_numpy(blocks), out=target)
+        if done < len(slots):
+            rest = self._block_map.host_slots(slots[done:])
+            torch.index_select(rows, 0, torch.from_numpy(np.ascontiguousarray(rest)), out=out[done:])
+
+    def scatter(self, key: str, slots: npt.NDArray[np.int64], rows: torch.Tensor) -> None:
+        """Write `rows` `(len(slots), width)` to `slots`, which are distinct. Committer thread only."""
+        target = self._rows[key]
+        host_slots = torch.from_numpy(self._block_map.host_slots(slots))
+        target.index_copy_(0, host_slots, rows.view(target.dtype))

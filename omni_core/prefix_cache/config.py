@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The settings of one cache, checked when they are made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from omni_core.prefix_cache.errors import InvalidConfigError
+
+HIDDEN_KEY = "__hidden_states__"
+"""The key of the stage's last hidden states."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixCacheConfig:
+    """Geometry mirrored from vLLM's KV cache, and the cache's own limits.
+
+    Host bytes: each stored key costs up to `num_blocks * block_size * row_bytes` of pageable memory, committed by the
+    operating system as blocks are first written; staging costs `staging_depth * staging_arena_bytes` of pinned memory
+    and as much device memory for the snapshot ring.
+    """
+
+    num_blocks: int
+    """Blocks of vLLM's KV cache, the null block included."""
+    block_size: int
+    """Tokens per block, as the block table of the full-attention group uses it."""
+    hidden_size: int
+    """Width of a hidden row, in elements."""
+    hidden_dtype: torch.dtype
+    """dtype of a hidden row; rows are stored and delivered in it, never cast."""
+    max_num_tokens: int
+    """Most rows of one step, graph padding excluded (vLLM: `max_num_batched_tokens`)."""
+    staging_depth: int = 4
+    """Steps that may be saved and not yet consumed and written at one time."""
+    extra_row_bytes: int = 256
+    """Staging bytes per token beyond the hidden row, for further keys and leftovers."""
+    extra_step_bytes: int = 1 << 20
+    """Staging bytes per step beyond the rows, for values that do not grow with the tokens."""
+    staging_claim_timeout_s: float = 30.0
+    """How long `save_outputs` waits for a staging slot."""
+    join_timeout_s: float = 60.0
+    """How long `materialize`, `flush` and the helper threads wait for a copy, a write or a read."""
+    max_recycled_bytes: int = 512 << 20
+    """Most bytes of released output buffers kept for reuse."""
+    max_partial_reports: int = 1024
+    """Most ended requests kept for `take_partial_requests`; older ones are dropped first."""
+
+    def __post_init__(self) -> None:
+        """Check every setting.
+
+        Raises:
+            InvalidConfigError: names the setting, its value and the rule.
+        """
+        for name in ("num_blocks", "block_size", "hidden_size", "max_num_tokens", "staging_depth"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise InvalidConfigError(f"{name}={value!r}: must be an integer of at least 1")
+        for name in ("extra_row_bytes", "extra_step_bytes", "max_recycled_bytes", "max_partial_reports"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+                raise InvalidConfigError(f"{name}={value!r}: must be an integer of at least 0")
+        for name in ("staging_claim_timeout_s", "join_timeout_s"):
+            value = getattr(self, name)
+            if not isinstance(value, int | float) or not 0 < value < float("inf"):
+                raise InvalidConfigError(f"{name}={value!r}: must be a positive, finite number of seconds")
+        if not isinstance(self.hidden_dtype, torch.dtype):
+            raise InvalidConfigError(f"hidden_dtype={self.hidden_dtype!r}: must be a torch.dtype")
+
+    @property
+    def num_slots(self) -> int:
+        """Token slots of the mirrored KV cache."""
+        return self.num_blocks * self.block_size
+
+    @property
+    def hidden_row_bytes(self) -> int:
+        """Bytes of one hidden row."""
+        return self.hidden_size * self.hidden_dtype.itemsize
+
+    @property
+    def staging_arena_bytes(self) -> int:
+        """Bytes of one staging arena: every row of the largest step, and the extras."""
+        return self.max_num_tokens * (self.hidden_row_bytes + self.extra_row_bytes) + self.extra_step_bytes
+
+    def pool_bytes(self, row_bytes: int) -> int:
+        """Most host bytes a stored key with rows of `row_bytes` can come to cost."""
+        return self.num_slots * row_bytes

@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Joins a step's rows with the stored rows in front of them, per request, into recycled host buffers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from omni_core.prefix_cache.block_pool import RowSpec
+from omni_core.prefix_cache.buffers import HostBuffer, HostBufferPool
+from omni_core.prefix_cache.outputs import RequestRows, TokenRange
+from omni_core.prefix_cache.reads import ReadSpan, StepRead, ranges_of
+from omni_core.prefix_cache.slot_table import ABSENT
+from omni_core.prefix_cache.step_inputs import LeftoverShare
+from omni_core.prefix_cache.step_record import StepRecord
+from omni_core.prefix_cache.task import StagedRows
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRun:
+    """One request's rows in the step: batch index, rows `[first, last)` of the batch, first token position."""
+
+    index: int
+    req_id: str
+    first: int
+    last: int
+    position: int
+
+    @property
+    def num_rows(self) -> int:
+        """Rows the step computed for the request."""
+        return self.last - self.first
+
+    @property
+    def token_range(self) -> TokenRange:
+        """Positions the step computed for the request."""
+        return (self.position, self.position + self.num_rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """What `join_step` made: the rows, and the buffers under them."""
+
+    served: dict[str, RequestRows]
+    buffers: list[HostBuffer]
+
+
+def join_step(
+    record: StepRecord,
+    runs: list[BatchRun],
+    reads: dict[str, StepRead],
+    specs: dict[str, RowSpec],
+    buffers: HostBufferPool,
+) -> Joined:
+    """Build every request's rows. Any thread; no lock held; the page is host-ready and the reads are complete.
+
+    Args:
+        record: the step's staged values.
+        runs: the requests to serve.
+        reads: for a request with stored rows to join, the read that gathered them.
+        specs: rows of the stored keys.
+        buffers: where output buffers come from. Buffers of the reads stay the reads' own.
+    """
+    leased: list[HostBuffer] = []
+    joiner = _Joiner(record, reads, specs, buffers, leased)
+    try:
+        plain = [run for run in runs if run.req_id not in reads]
+        rows = joiner.plain_rows(plain)
+        leftovers = _share_leftovers(record, runs)
+        served = {}
+        for run in runs:
+            read = reads.get(run.req_id)
+            if read is None:
+                served[run.req_id] = RequestRows(
+                    run.req_id, (run.token_range,), rows[run.req_id], leftovers=leftovers.get(run.req_id, {})
+                )
+            else:
+                served[run.req_id] = joiner.joined(run, read, leftovers.get(run.req_id, {}))
+    except BaseException:
+        buffers.give_back(leased)
+        raise
+    return Joined(served, leased)
+
+
+class _Joiner:
+    def __init__(
+        self,
+        record: StepRecord,
+        reads: dict[str, StepRead],
+        specs: dict[str, RowSpec],
+        buffers: HostBufferPool,
+        leased: list[HostBuffer],
+    ) -> None:
+        self._record = record
+        self._staged = {staged.key: staged for staged in record.rows}
+        self._specs = specs
+        self._buffers = buffers
+        self._leased = leased
+
+    def plain_rows(self, runs: list[BatchRun]) -> dict[str, dict[str, torch.Tensor]]:
+        """Rows of requests with nothing to join: one copy per key, a view per request."""
+        rows: dict[str, dict[str, torch.Tensor]] = {run.req_id: {} for run in runs}
+        if not runs:
+            return rows
+        for staged in self._record.rows:
+            if sum(run.num_rows for run in runs) * 2 >= staged.rows.shape[0]:
+                copied = self._lease(tuple(staged.rows.shape), staged.rows.dtype)
+                copied.copy_(staged.rows)
+                for run in runs:
+                    rows[run.req_id][staged.key] = copied[run.first : run.last]
+            else:
+                for run in runs:
+                    part = staged.rows[run.first : run.last]
+                    copied = self._lease(tuple(part.shape), part.dtype)
+                    copied.copy_(part)
+                    rows[run.req_id][staged.key] = copied
+        return rows
+
+    def joined(self, run: BatchRun, read: StepRead, leftovers: dict[str, object]) -> RequestRows:
+        """Stored rows, then the step's rows."""
+        span = read.spans[run.req_id]
+        rows: dict[str, torch.Tensor] = {}
+        key_ranges: dict[str, tuple[TokenRange, ...]] = {}
+        zero_ranges: dict[str, tuple[TokenRange, ...]] = {}
+        for key, staged in self._staged.items():
+            if key not in self._record.stored_keys:
+                part = staged.rows[run.first : run.last]
+                rows[key] = self._lease(tuple(part.shape), part.dtype).copy_(part)
+                key_ranges[key] = (run.token_range,)
+        for key, entries in read.keys.items():
+            staged_rows = self._staged.get(key)
+            absent = entries.ids[span.entries] == ABSENT
+            if staged_rows is None and absent.all():
+                continue
+            rows[key] = self._join_key(run, read, span, key, staged_rows, absent)
+            zeros = span.positions[absent]
+            if staged_rows is None:
+                zeros = np.concatenate((zeros, np.arange(*run.token_range, dtype=np.int64)))
+            if len(zeros):
+                zero_ranges[key] = ranges_of(zeros)
+        positions = np.concatenate((span.positions, np.arange(*run.token_range, dtype=np.int64)))
+        return RequestRows(run.req_id, ranges_of(positions), rows, key_ranges, zero_ranges, leftovers)
+
+    def _join_key(
+        self,
+        run: BatchRun,
+        read: StepRead,
+        span: ReadSpan,
+        key: str,
+        staged: StagedRows | None,
+        absent: npt.NDArray[np.bool_],
+    ) -> torch.Tensor:
+        spec = self._specs[key]
+        total = span.num_rows + run.num_rows
+        gathered = read.buffers.get(key)
+        if gathered is not None and span.tail_rows >= run.num_rows:
+            every = gathered.view((read.buffer_num_rows, spec.width), spec.dtype)
+            joined = every[span.buffer_start : span.buffer_start + total]
+        else:
+            joined = self._lease((total, spec.width), spec.dtype)
+            if gathered is not None:
+                every = gathered.view((read.buffer_num_rows, spec.width), spec.dtype)
+                joined[: span.num_rows].copy_(every[span.buffer_rows])
+        if absent.all():
+            joined[: span.num_rows].zero_()
+        elif absent.any():
+            joined[: span.num_rows].index_fill_(0, torch.from_numpy(np.flatnonzero(absent)), 0)
+        if staged is None:
+            joined[span.num_rows :].zero_()
+        else:
+            joined[span.num_rows :].copy_(staged.rows[run.first : run.last].reshape(run.num_rows, spec.width))
+        return joined.view(total, *spec.trailing_shape)
+
+    def _lease(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        buffer = self._buffers.lease(shape, dtype)
+        self._leased.append(buffer)
+        return buffer.view(shape, dtype)
+
+
+def _share_leftovers(record: StepRecord, runs: list[BatchRun]) -> dict[str, dict[str, object]]:
+    shares: dict[str, dict[str, object]] = {}
+    for leftover in record.leftovers:
+        value = leftover.detached()
+        for run in runs:
+            if leftover.share is LeftoverShare.SLICE:
+                part = value[run.first : run.last]
+            elif leftover.share is LeftoverShare.WHOLE:
+                part = value
+            else:
+                part = value[run.index]
+            shares.setdefault(run.req_id, {})[leftover.key] = part
+    return shares

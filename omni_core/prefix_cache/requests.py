@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How far each live request has come, and which rows are still owed to it."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from omni_core.prefix_cache.errors import RequestError
+from omni_core.prefix_cache.outputs import PartialRequest
+from omni_core.prefix_cache.reads import ranges_of
+from omni_core.prefix_cache.slot_table import Slots
+
+UNKNOWN = -1
+"""Row of a request the table does not know."""
+_INITIAL_ROWS = 64
+
+
+@dataclass(slots=True)
+class OwedRows:
+    """Rows promised to a request by a step that was discarded or failed: positions, and the slots they were stored at."""
+
+    positions: npt.NDArray[np.int64]
+    slots: Slots
+
+    def merged(self, positions: npt.NDArray[np.int64], slots: Slots) -> OwedRows:
+        """Both sets, by ascending position."""
+        every = np.concatenate((self.positions, positions))
+        order = np.argsort(every, kind="stable")
+        return OwedRows(every[order], np.concatenate((self.slots, slots))[order])
+
+
+class RequestTable:
+    """Live requests as rows of a numpy table. Every method needs the state lock.
+
+    `promised_upto` is the position after the last row promised to the request. It rises when a step is saved and never
+    falls; rows of steps that were not delivered go to the request's missing set instead.
+    """
+
+    def __init__(self, max_partial_reports: int) -> None:
+        self._row_of: dict[str, int] = {}
+        self._free: list[int] = []
+        self._promised_upto = np.zeros(_INITIAL_ROWS, np.int64)
+        self._failed = np.zeros(_INITIAL_ROWS, np.bool_)
+        self._serials = np.zeros(_INITIAL_ROWS, np.int64)
+        self._last_serial = 0
+        self._num_rows = 0
+        self._errors: dict[str, RequestError] = {}
+        self._owed: dict[str, OwedRows] = {}
+        self._partial: deque[PartialRequest] = deque(maxlen=max_partial_reports)
+
+    def __len__(self) -> int:
+        return len(self._row_of)
+
+    def __contains__(self, req_id: str) -> bool:
+        return req_id in self._row_of
+
+    def start(self, req_id: str, promised_upto: int) -> None:
+        """Begin to track a request whose first step will bring the rows from `promised_upto` on."""
+        if self._free:
+            row = self._free.pop()
+        else:
+            row = self._num_rows
+            self._num_rows += 1
+            if row == len(self._promised_upto):
+                self._promised_upto = np.concatenate((self._promised_upto, np.zeros_like(self._promised_upto)))
+                self._failed = np.concatenate((self._failed, np.zeros_like(self._failed)))
+                self._serials = np.concatenate((self._serials, np.zeros_like(self._serials)))
+        self._row_of[req_id] = row
+        self._last_serial += 1
+        self._serials[row] = self._last_serial
+        self._promised_upto[row] = promised_upto
+        self._failed[row] = False
+
+    def fail(self, error: RequestError) -> bool:
+        """The request cannot be served any more: this error is its answer in every later step.
+
+        Returns:
+            Whether the request was live and whole until now.
+        """
+        row = self._row_of.get(error.req_id)
+        if row is None or self._failed[row]:
+            return False
+        self._failed[row] = True
+        self._errors[error.req_id] = error
+        self._owed.pop(error.req_id, None)
+        return True
+
+    def end(self, req_id: str) -> None:
+        """Forget a request that finished or was aborted; what it is still owed becomes a partial report."""
+        row = self._row_of.pop(req_id, None)
+        if row is None:
+            return
+        self._free.append(row)
+        self._errors.pop(req_id, None)
+        owed = self._owed.pop(req_id, None)
+        if owed is not None:
+            self._partial.append(PartialRequest(req_id, ranges_of(owed.positions)))
+
+    def forget_all(self) -> int:
+        """Forget every request (`reset`); returns how many there were."""
+        count = len(self._row_of)
+        for req_id in list(self._row_of):
+            self.end(req_id)
+        return count
+
+    def rows(self, req_ids: tuple[str, ...]) -> npt.NDArray[np.int64]:
+        """`(len(req_ids),)` table rows, `UNKNOWN` where a request is not live."""
+        find = self._row_of.get
+        return np.fromiter((find(req_id, UNKNOWN) for req_id in req_ids), np.int64, len(req_ids))
+
+    def unexpected(self, rows: npt.NDArray[np.int64], first_positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Indices of the batch's requests that are unknown, failed, or do not continue where they stopped."""
+        return np.flatnonzero((rows == UNKNOWN) | (self._promised_upto[rows] != first_positions) | self._failed[rows])
+
+    def promised_upto(self, req_id: str) -> int:
+        """Where the request's next row is expected."""
+        return int(self._promised_upto[self._row_of[req_id]])
+
+    def error(self, req_id: str) -> RequestError | None:
+        """Why the request cannot be served, if so."""
+        return self._errors.get(req_id)
+
+    def serials(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Which life of its id each row is: ids may be used again after a request ended. 0 for unknown requests."""
+        return np.where(rows == UNKNOWN, 0, self._serials[rows])
+
+    def serial(self, req_id: str) -> int:
+        """The serial of one request; 0 if it is not live."""
+        row = self._row_of.get(req_id, UNKNOWN)
+        return 0 if row == UNKNOWN else int(self._serials[row])
+
+    def promise(self, rows: npt.NDArray[np.int64], next_positions: npt.NDArray[np.int64]) -> None:
+        """A step was saved: its rows are promised. Unknown requests are skipped."""
+        known = rows != UNKNOWN
+        if known.all():
+            self._promised_upto[rows] = next_positions
+        else:
+            self._promised_upto[rows[known]] = next_positions[known]
+
+    # -- the missing set ----------------------------------------------------------------------------------------------
+
+    @property
+    def any_owed(self) -> bool:
+        """Whether some live request has undelivered rows of a discarded or failed step."""
+        return bool(self._owed)
+
+    def owe(self, req_id: str, serial: int, positions: npt.NDArray[np.int64], slots: Slots) -> None:
+        """These rows were not delivered: add them to the missing set, or report them if that life has ended."""
+        if len(positions) == 0 or serial == 0:
+            return
+        if self.serial(req_id) != serial:
+            self._partial.append(PartialRequest(req_id, ranges_of(positions)))
+            return
+        if req_id in self._errors:
+            return
+        owed = self._owed.get(req_id)
+        empty = OwedRows(positions[:0], slots[:0])
+        self._owed[req_id] = (owed or empty).merged(positions, slots)
+
+    def take_owed(self, req_id: str) -> OwedRows | None:
+        """Move a request's missing set into the step that will deliver it."""
+        return self._owed.pop(req_id, None)
+
+    def take_partial(self) -> tuple[PartialRequest, ...]:
+        """Ended requests with rows never delivered, once each."""
+        reports = tuple(self._partial)
+        self._partial.clear()
+        return reports

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which write each slot's row belongs to: tenancies and claims (logical), stamps (physical), read pins."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from omni_core.prefix_cache.errors import SlotOutOfRangeError
+
+Slots = npt.NDArray[np.int64]
+WriteIds = npt.NDArray[np.int64]
+
+ABSENT = 0
+"""The write id that means: no row. Real ids start at 1 and never repeat."""
+
+
+class SlotTable:
+    """numpy tables over the slots of the mirrored KV cache. Every method needs the state lock, unless it says otherwise.
+
+    Logical state is the engine thread's: a block's tenancy is a floor, the last write id given out when the tenancy
+    began, and a row is present only if its latest claim lies above its block's floor. Starting a tenancy is therefore
+    one store per block, whatever the number of keys. Physical state is the committer's: the stamp of a row is the id of
+    the write that lies there, or is being put there.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.num_slots = num_blocks * block_size
+        self.last_write_id = ABSENT
+        self._tenancy_floor: WriteIds = np.zeros(num_blocks, np.int64)
+        self._pins: npt.NDArray[np.int32] = np.zeros(self.num_slots, np.int32)
+        self._latest: dict[str, WriteIds] = {}
+        self._stamp: dict[str, WriteIds] = {}
+        self._mark: npt.NDArray[np.bool_] = np.zeros(self.num_slots, np.bool_)
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Stored keys, in the order they were added."""
+        return tuple(self._latest)
+
+    def check_blocks(self, block_ids: Slots, what: str) -> None:
+        """Refuse block ids outside the KV cache. No lock needed.
+
+        Raises:
+            SlotOutOfRangeError: names `what` and the first bad id.
+        """
+        if block_ids.size and (block_ids.min() < 0 or block_ids.max() >= self.num_blocks):
+            bad = block_ids[(block_ids < 0) | (block_ids >= self.num_blocks)][0]
+            raise SlotOutOfRangeError(
+                f"{what}: block {bad} lies outside the KV cache of num_blocks={self.num_blocks}; "
+                "build the cache with the engine's num_blocks"
+            )
+
+    def new_key_tables(self) -> tuple[WriteIds, WriteIds]:
+        """Zeroed claim and stamp tables for one key. No lock needed; memory is committed as slots are used."""
+        return np.zeros(self.num_slots, np.int64), np.zeros(self.num_slots, np.int64)
+
+    def add_key(self, key: str, tables: tuple[WriteIds, WriteIds]) -> None:
+        """Begin to track `key` with tables from `new_key_tables`."""
+        self._latest[key], self._stamp[key] = tables
+
+    # -- logical state, engine thread ---------------------------------------------------------------------------------
+
+    def start_tenancies(self, block_ids: Slots) -> None:
+        """Make every key's rows of these blocks absent, for later plans only. Nothing moves; no pin, no stamp changes."""
+        self._tenancy_floor[block_ids] = self.last_write_id
+
+    def start_all_tenancies(self) -> None:
+        """The same for every block (`reset`)."""
+        self._tenancy_floor[:] = self.last_write_id
+
+    def next_write_id(self) -> int:
+        """Give out the next write id."""
+        self.last_write_id += 1
+        return self.last_write_id
+
+    def claim(self, keys: tuple[str, ...], slots: Slots, write_id: int) -> None:
+        """Write `write_id` will put rows of `keys` at `slots`; other keys' rows there stay as they are."""
+        for key in keys:
+            self._latest[key][slots] = write_id
+
+    def present_ids(self, key: str, slots: Slots) -> WriteIds:
+        """The write each row belongs to in its current tenancy, or `ABSENT`; -1 slots are absent."""
+        ids = self._latest[key][slots]
+        present = (ids > self._tenancy_floor[slots // self.block_size]) & (slots >= 0)
+        return np.where(present, ids, ABSENT)
+
+    def pin(self, slots: Slots) -> None:
+        """Count one more outstanding read on each of these slots; one named twice counts once, as in `unpin`."""
+        self._pins[slots] += 1
+
+    def unpin(self, slots: Slots) -> None:
+        """Take back one `pin` of the same slots."""
+        self._pins[slots] -= 1
+
+    @property
+    def pinned_slots(self) -> int:
+        """Slots that an outstanding read names. Walks the table; for `stats()` only."""
+        return int(np.count_nonzero(self._pins))
+
+    def members(self, of: Slots, among: Slots) -> npt.NDArray[np.bool_]:
+        """For each slot of `of`, whether it occurs in `among`. Cost is linear in both; -1 is never a member."""
+        self._mark[among[among >= 0]] = True
+        found = self._mark[of] & (of >= 0)
+        self._mark[among[among >= 0]] = False
+        return found
+
+    def present_rows(self) -> dict[str, int]:
+        """How many rows of each key are present. Walks the tables; for `reset` and `stats` only."""
+        floors = np.repeat(self._tenancy_floor, self.block_size)
+        return {key: int(np.count_nonzero(latest > floors)) for key, latest in self._latest.items()}
+
+    # -- physical state, committer thread -----------------------------------------------------------------------------
+
+    def any_pinned(self, slots: Slots) -> bool:
+        """Whether any read names one of these slots."""
+        return bool(self._pins[slots].any())
+
+    def stamps(self, key: str, slots: Slots) -> WriteIds:
+        """The write that lies at each row, landed or being landed."""
+        return self._stamp[key][slots]
+
+    def stamp(self, keys: tuple[str, ...], slots: Slots, write_id: int) -> None:
+        """From now on `write_id` is what lies, or is being put, at these rows."""
+        for key in keys:
+            self._stamp[key][slots] = write_id

@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a step brought: which outputs have a row per token and are stored, which are passed on, and what is malformed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import numpy as np
+import torch
+
+from omni_core.prefix_cache.block_pool import RowSpec
+from omni_core.prefix_cache.config import HIDDEN_KEY, PrefixCacheConfig
+from omni_core.prefix_cache.errors import (
+    BlockSizeMismatchError,
+    KeyShapeChangedError,
+    LayoutMismatchError,
+    SlotOutOfRangeError,
+)
+from omni_core.prefix_cache.events import StepLayout
+from omni_core.prefix_cache.policy import ModelCachePolicy
+
+logger = logging.getLogger(__name__)
+
+
+class KeyKind(Enum):
+    """How an output is understood."""
+
+    TOKEN = "token"
+    """One row per token: stored, joined on a hit."""
+    LEFTOVER = "leftover"
+    """Anything else: passed on, never stored."""
+
+
+class LeftoverShare(Enum):
+    """What each request gets of a leftover."""
+
+    SLICE = "slice"
+    """The rows of its own tokens (a tensor that has a row per token and is not stored)."""
+    ENTRY = "entry"
+    """Its own index of the first dimension."""
+    ELEMENT = "element"
+    """Its own element of a list."""
+    WHOLE = "whole"
+    """The whole value, first dimension untouched."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenValue:
+    """An output with one row per token: `rows` is `(num_tokens, *trailing)`, padding rows cut off."""
+
+    key: str
+    rows: torch.Tensor
+    stored: bool
+
+
+@dataclass(frozen=True, slots=True)
+class LeftoverValue:
+    """An output that is passed on."""
+
+    key: str
+    value: Any
+    share: LeftoverShare
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """One step's outputs, understood."""
+
+    token_values: tuple[TokenValue, ...]
+    leftovers: tuple[LeftoverValue, ...]
+    decided: Mapping[str, KeyKind]
+    """Keys this step decides; they count once the step is saved."""
+
+
+def check_layout(layout: StepLayout, config: PrefixCacheConfig, num_tokens: int) -> None:
+    """Refuse a layout that disagrees with itself, with the step, or with the mirrored KV cache. Changes nothing.
+
+    Raises:
+        LayoutMismatchError: counts, bounds or positions do not fit together.
+        SlotOutOfRangeError: a slot lies outside the pool.
+        BlockSizeMismatchError: a slot's offset in its block is not its position's.
+    """
+    req_ids, starts, positions, slots = layout.req_ids, layout.starts, layout.positions, layout.slots
+    if len(starts) != len(req_ids) + 1:
+        raise LayoutMismatchError(
+            f"layout has {len(req_ids)} requests and {len(starts)} starts; starts must hold one more than requests"
+        )
+    if len(set(req_ids)) != len(req_ids):
+        twice = next(req_id for index, req_id in enumerate(req_ids) if req_id in req_ids[:index])
+        raise LayoutMismatchError(f"request {twice!r} occurs twice in the layout's req_ids")
+    if len(positions) != num_tokens or len(slots) != num_tokens:
+        raise LayoutMismatchError(
+            f"num_tokens_unpadded={num_tokens}, but the layout has {len(positions)} positions and {len(slots)} slots; "
+            "leave padding rows out of the layout"
+        )
+    if starts[0] != 0 or starts[-1] != num_tokens or not (starts[1:] > starts[:-1]).all():
+        raise LayoutMismatchError(
+            f"starts run from {starts[0]} to {starts[-1]} for {num_tokens} rows; they must rise from 0 to the row count"
+        )
+    if num_tokens == 0:
+        raise LayoutMismatchError("a step without rows is not saved; call new_step_starts alone")
+    steps = np.diff(positions)
+    steps[starts[1:-1] - 1] = 1
+    if (steps != 1).any() or positions.min() < 0:
+        raise LayoutMismatchError("positions of a request must be consecutive and not negative")
+    if slots.max() >= config.num_slots or slots.min() < -1:
+        bad = slots[(slots >= config.num_slots) | (slots < -1)][0]
+        raise SlotOutOfRangeError(
+            f"slot {bad} lies outside the pool of num_blocks={config.num_blocks} x block_size={config.block_size} = "
+            f"{config.num_slots} slots; build the cache with the engine's geometry"
+        )
+    off = (slots % config.block_size != positions % config.block_size) & (slots >= 0)
+    if off.any():
+        at = int(np.argmax(off))
+        raise BlockSizeMismatchError(
+            f"slot {slots[at]} for position {positions[at]} cannot be right with block_size={config.block_size}: "
+            f"offsets {slots[at] % config.block_size} and {positions[at] % config.block_size} differ; "
+            "build the cache with the block size of the runner's block table"
+        )
+
+
+class OutputClassifier:
+    """Understands a step's outputs and remembers what earlier steps decided. Engine thread only."""
+
+    def __init__(self, config: PrefixCacheConfig, policy: ModelCachePolicy) -> None:
+        self._config = config
+        self._policy = policy
+        self._kinds: dict[str, KeyKind] = {}
+        self._specs: dict[str, RowSpec] = {
+            HIDDEN_KEY: RowSpec((config.hidden_size,), config.hidden_dtype),
+        }
+        self._contradicted: set[str] = set()
+
+    def understand(
+        self,
+        hidden: torch.Tensor | None,
+        outputs: Mapping[str, Any],
+        num_tokens: int,
+        num_tokens_padded: int,
+        num_reqs: int,
+    ) -> StepInputs:
+        """Sort a step's outputs. Changes nothing.
+
+        Raises:
+            LayoutMismatchError: hidden rows are missing, or fit neither row count.
+            KeyShapeChangedError: a stored key came with another rank, width or dtype.
+        """
+        token_values: list[TokenValue] = []
+        leftovers: list[LeftoverValue] = []
+        decided: dict[str, KeyKind] = {}
+        stores_hidden = self._policy.needs_full_hidden_states
+        if hidden is not None:
+            token_values.append(self._hidden(hidden, num_tokens, num_tokens_padded, stores_hidden))
+        elif stores_hidden:
+            raise LayoutMismatchError(
+                "hidden states are missing; pass them, or register a policy with needs_full_hidden_states=False"
+            )
+        for key, value in flatten(outputs):
+            if key == HIDDEN_KEY:
+                raise LayoutMismatchError(f"{HIDDEN_KEY!r} is the hidden states' own key; name the output differently")
+            per_token = isinstance(value, torch.Tensor) and value.dim() > 0 and value.numel() > 0
+            per_token = per_token and value.shape[0] in (num_tokens, num_tokens_padded)
+            kind = self._kind(key, per_token, num_tokens, num_reqs, decided)
+            if kind is KeyKind.TOKEN and per_token:
+                rows = value[:num_tokens]
+                self._check_spec(key, RowSpec(tuple(rows.shape[1:]), rows.dtype))
+                token_values.append(TokenValue(key, rows, stored=True))
+            else:
+                leftovers.append(self._leftover(key, value, kind, per_token, num_tokens, num_reqs))
+        return StepInputs(tuple(token_values), tuple(leftovers), decided)
+
+    def confirm(self, inputs: StepInputs) -> None:
+        """The step was saved: what it decided holds from now on."""
+        self._kinds.update(inputs.decided)
+        for value in inputs.token_values:
+            if value.stored and value.key not in self._specs:
+                self._specs[value.key] = RowSpec(tuple(value.rows.shape[1:]), value.rows.dtype)
+
+    def _hidden(self, hidden: torch.Tensor, num_tokens: int, num_tokens_padded: int, stored: bool) -> TokenValue:
+        if hidden.dim() != 2 or hidden.shape[0] not in (num_tokens, num_tokens_padded):
+            raise LayoutMismatchError(
+                f"hidden states have shape {tuple(hidden.shape)}; expected ({num_tokens} or {num_tokens_padded}, "
+                f"hidden_size={self._config.hidden_size})"
+            )
+        rows = hidden[:num_tokens]
+        self._check_spec(HIDDEN_KEY, RowSpec(tuple(rows.shape[1:]), rows.dtype))
+        return TokenValue(HIDDEN_KEY, rows, stored)
+
+    def _kind(
+        self, key: str, per_token: bool, num_tokens: int, num_reqs: int, decided: dict[str, KeyKind]
+    ) -> KeyKind | None:
+        if key in self._policy.token_keys:
+            kind: KeyKind | None = KeyKind.TOKEN
+        elif key in self._policy.request_keys:
+            return KeyKind.LEFTOVER
+        else:
+            kind = self._kinds.get(key)
+            if kind is None and num_tokens > 1 and num_tokens != num_reqs:
+                # With one token per request a row per token and an entry per request look alike.
+                kind = decided[key] = KeyKind.TOKEN if per_token else KeyKind.LEFTOVER
+        if kind is KeyKind.TOKEN and not per_token and key not in self._contradicted:
+            self._contradicted.add(key)
+            logger.error(
+                "key %r has a row per token, but a step of %d tokens brought it in another form; "
+                "that step's value is passed on unstored (logged once)",
+                key,
+                num_tokens,
+            )
+        return kind
+
+    def _check_spec(self, key: str, spec: RowSpec) -> None:
+        known = self._specs.get(key)
+        if known is not None and known != spec:
+            raise KeyShapeChangedError(
+                f"key {key!r} came with rows {spec.trailing_shape} of {spec.dtype}, but is stored with rows "
+                f"{known.trailing_shape} of {known.dtype}; a key keeps its rank, width and dtype"
+            )
+
+    def _leftover(
+        self, key: str, value: Any, kind: KeyKind | None, per_token: bool, num_tokens: int, num_reqs: int
+    ) -> LeftoverValue:
+        if isinstance(value, list | tuple):
+            share = LeftoverShare.ELEMENT if len(value) == num_reqs else LeftoverShare.WHOLE
+            return LeftoverValue(key, tuple(value), share)
+        is_rowed = isinstance(value, torch.Tensor | np.ndarray) and value.ndim > 0
+        if key in self._policy.request_keys:
+            share = LeftoverShare.ENTRY if is_rowed and value.shape[0] == num_reqs else LeftoverShare.WHOLE
+            return LeftoverValue(key, value, share)
+        if per_token and kind is None:
+            return LeftoverValue(key, value[:num_tokens], LeftoverShare.SLICE)
+        return LeftoverValue(key, value, LeftoverShare.WHOLE)
+
+
+def flatten(outputs: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    """Nested mappings as one level, names joined with dots: `{"codes": {"audio": x}}` becomes `codes.audio`."""
+    flat: list[tuple[str, Any]] = []
+    for name, value in outputs.items():
+        if isinstance(value, Mapping):
+            flat.extend(flatten(value, f"{prefix}{name}."))
+        else:
+            flat.append((f"{prefix}{name}", value))
+    return flat
