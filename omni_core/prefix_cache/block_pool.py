@@ -11,7 +11,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-
 _MAP_NORESERVE = 0x4000
 """Linux's flag, from `mman-linux.h`; Python names it from 3.13 on."""
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)

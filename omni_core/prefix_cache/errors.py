@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every way the cache says no. A message names the request, step, key or slot, the setting with its value, and what to do.
+"""Every way the cache says no. A message names the request, step, key or slot, the setting, and what to do.
 
 Three families: misuse of a call (nothing was changed), a failure of one request (found in `StageCacheOutputs.failed`;
 the other requests of the step are whole), and a failure of the cache itself (sticky until `reset`).

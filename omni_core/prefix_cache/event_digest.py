@@ -45,7 +45,6 @@ def digest_events(events: StepEvents, table: SlotTable) -> EventDigest:
     ended: list[str] = []
     fresh: list[int] = []
     named: list[int] = []
-    started: list[StartedRequest] = []
     refused: list[RequestError] = []
     for event in events.requests:
         named.extend(event.block_ids)
@@ -65,10 +64,12 @@ def digest_events(events: StepEvents, table: SlotTable) -> EventDigest:
         fresh.append(destination)
     table.check_blocks(np.array(named, np.int64), "new_step_starts")
     refused_ids = {error.req_id for error in refused}
-    for event in events.requests:
-        if event.kind is RequestEventKind.STARTED and event.req_id not in refused_ids:
-            started.append(_started(event, table.block_size))
-    return EventDigest(tuple(ended), np.array(fresh, np.int64), copies, tuple(started), tuple(refused))
+    started = tuple(
+        _started(event, table.block_size)
+        for event in events.requests
+        if event.kind is RequestEventKind.STARTED and event.req_id not in refused_ids
+    )
+    return EventDigest(tuple(ended), np.array(fresh, np.int64), copies, started, tuple(refused))
 
 
 def _refusal(event: RequestEvent, hit_blocks: int, block_size: int) -> RequestError | None:
@@ -76,8 +77,8 @@ def _refusal(event: RequestEvent, hit_blocks: int, block_size: int) -> RequestEr
         blocks = f"{len(event.block_ids)} blocks" if event.block_ids else "no block list"
         return LifecycleUnsupportedError(
             event.req_id,
-            f"{event.kind.value} with {blocks} and {event.num_computed_tokens} computed tokens; this version serves no "
-            f"{event.kind.value} request: size the KV cache so that requests are not preempted, or run the request again",
+            f"{event.kind.value} with {blocks} and {event.num_computed_tokens} computed tokens; this version "
+            f"serves no {event.kind.value} request: size the KV cache so that none is preempted, or run it again",
         )
     if event.num_computed_tokens < 0 or hit_blocks > len(event.block_ids):
         return RequestEventError(

@@ -13,29 +13,28 @@ import torch
 from omni_core.backend import DeviceBackend
 from omni_core.prefix_cache.block_pool import RowSpec
 from omni_core.prefix_cache.buffers import HostBuffer
-from omni_core.prefix_cache.config import HIDDEN_KEY, PrefixCacheConfig
+from omni_core.prefix_cache.config import PrefixCacheConfig
 from omni_core.prefix_cache.controller import OmniPrefixCacheController
 from omni_core.prefix_cache.delivery import BatchRun, Joined, join_step
 from omni_core.prefix_cache.errors import (
     CacheClosedError,
     FeatureUnsupportedError,
-    HitRowsAbsentError,
     JoinTimeoutError,
     LifecycleUnsupportedError,
     OmniPrefixCacheStagingTimeoutError,
-    PositionGapError,
     ReadFailedError,
     RequestError,
-    RequestNotStartedError,
     StepOrderError,
     StepTooLargeError,
 )
 from omni_core.prefix_cache.event_digest import EventDigest, digest_events
 from omni_core.prefix_cache.events import StepEvents, StepLayout
 from omni_core.prefix_cache.outputs import PartialRequest, RequestRows, StageCacheOutputs
+from omni_core.prefix_cache.planner import ReadPlanner
 from omni_core.prefix_cache.policy import ModelCachePolicy
-from omni_core.prefix_cache.reads import GatherBatch, KeyEntries, ReadRequest, StepRead, ranges_of
-from omni_core.prefix_cache.requests import UNKNOWN, RequestTable
+from omni_core.prefix_cache.reads import ReadRequest, StepRead
+from omni_core.prefix_cache.refusals import RequestRefusals
+from omni_core.prefix_cache.requests import RequestTable
 from omni_core.prefix_cache.slot_table import ABSENT, SlotTable
 from omni_core.prefix_cache.staging import StagingSlot
 from omni_core.prefix_cache.state import CacheState
@@ -86,13 +85,15 @@ class OmniPrefixCacheManager:
         self._table = SlotTable(config.num_blocks, config.block_size)
         self._requests = RequestTable(config.max_partial_reports)
         self._controller = OmniPrefixCacheController(config, backend, self._state, self._table, runtime, device)
+        self._planner = ReadPlanner(self._state, self._table, self._controller.prefetcher, self._controller.live_reads)
+        self._refusals = RequestRefusals(self._requests)
         self._policy = ModelCachePolicy()
         self._classifier = OutputClassifier(config, self._policy)
         self._steps = OpenSteps()
         self._started_reads: list[StepRead] | None = None
         self._any_step_started = False
         self._steps_saved = self._steps_materialized = self._steps_discarded = 0
-        self._rows_delivered = self._rows_from_hits = self._requests_failed = 0
+        self._rows_delivered = self._rows_from_hits = 0
 
     def register_policy(self, policy: ModelCachePolicy) -> None:
         """Take the model's declaration. Once, before the first step.
@@ -103,8 +104,8 @@ class OmniPrefixCacheManager:
         """
         if policy.deferred_keys:
             raise FeatureUnsupportedError(
-                f"deferred_keys={sorted(policy.deferred_keys)}: deferred writes ({WriteSchedule.JOIN_ON_FINISH.name}) are not supported "
-                "by this version; declare them in token_keys, or leave them undeclared"
+                f"deferred_keys={sorted(policy.deferred_keys)}: {WriteSchedule.JOIN_ON_FINISH.name} writes are not "
+                "supported by this version; declare them in token_keys, or leave them undeclared"
             )
         with self._state.lock:
             if self._any_step_started:
@@ -245,10 +246,10 @@ class OmniPrefixCacheManager:
                 joined = self._join(context, [req_id for req_id in asked if req_id not in failed])
         finally:
             kept = self._finish_step(context, {} if joined is None else joined.served)
-        self._check_usable(f"materialize of step {step_id}")
         if joined is None:
+            self._check_usable(f"materialize of step {step_id}")
             raise JoinTimeoutError(
-                f"step {step_id}: its copy to host did not complete within join_timeout_s={self.config.join_timeout_s}: "
+                f"step {step_id}: its copy did not complete within join_timeout_s={self.config.join_timeout_s}: "
                 f"{context.task}; its rows stay owed to their requests"
             )
         buffers = joined.buffers + kept
@@ -341,7 +342,7 @@ class OmniPrefixCacheManager:
                 rows_delivered=self._rows_delivered,
                 rows_from_hits=self._rows_from_hits,
                 rows_rescued=controller.committer.rows_rescued,
-                requests_failed=self._requests_failed,
+                requests_failed=self._refusals.count,
                 open_steps=len(self._steps),
                 live_requests=len(self._requests),
                 live_reads=len(controller.live_reads),
@@ -378,11 +379,11 @@ class OmniPrefixCacheManager:
         for source, destination in digest.copies:
             self._copy_block(source, destination)
         for error in digest.refused:
-            self._refuse(error)
+            self._refusals.refuse(error)
         reads = []
         for request in digest.started:
             if request.req_id in self._requests:
-                self._refuse(
+                self._refusals.refuse(
                     LifecycleUnsupportedError(
                         request.req_id,
                         "started again while live; continuations and resumed requests are not served by this version",
@@ -394,15 +395,7 @@ class OmniPrefixCacheManager:
             if hit:
                 positions = np.arange(hit, dtype=np.int64)
                 reads.append(ReadRequest(request.req_id, positions, request.hit_slots, request.num_scheduled_tokens))
-        self._started_reads = [self._plan("the step under way", reads)] if reads else []
-
-    def _refuse(self, error: RequestError) -> None:
-        if error.req_id not in self._requests:
-            self._requests.start(error.req_id, 0)
-        self._fail_request(error)
-
-    def _fail_request(self, error: RequestError) -> None:
-        self._requests_failed += self._requests.fail(error)
+        self._started_reads = [self._planner.plan("the step under way", reads)] if reads else []
 
     def _copy_block(self, source: int, destination: int) -> None:
         offsets = np.arange(self.config.block_size, dtype=np.int64)
@@ -418,26 +411,6 @@ class OmniPrefixCacheManager:
         task = WriteTask(f"copy of block {source} to block {destination}", write_id, destination_slots)
         task.copy_slots = tuple(parts)
         self._controller.committer.enqueue(task)
-
-    def _plan(self, label: str, requests: list[ReadRequest]) -> StepRead:
-        read = StepRead(label, requests)
-        for key in self._table.keys:
-            read.keys[key] = KeyEntries(self._table.present_ids(key, read.slots))
-        self._table.pin(read.stored_slots)
-        self._controller.live_reads.append(read)
-        self._gather(read, {key: np.flatnonzero(entries.ids) for key, entries in read.keys.items()})
-        return read
-
-    def _gather(self, read: StepRead, entries_by_key: Mapping[str, npt.NDArray[np.int64]]) -> None:
-        parts = []
-        newest = ABSENT
-        for key, entries in entries_by_key.items():
-            if len(entries):
-                ids = read.keys[key].ids[entries]
-                newest = max(newest, int(ids.max()))
-                parts.append((key, entries, ids))
-        if parts:
-            self._controller.prefetcher.enqueue(GatherBatch(read, tuple(parts), newest))
 
     # -- saving -------------------------------------------------------------------------------------------------------
 
@@ -502,7 +475,7 @@ class OmniPrefixCacheManager:
         self._table.claim(tuple(staged.key for staged in task.staged), stored_slots, task.write_id)
         for read in reads:
             read.step_label = f"step {step_id}"
-            self._plan_again(read, stored_slots)
+            self._planner.plan_again(read, stored_slots)
         context = StepContext(
             step_id,
             layout.req_ids,
@@ -516,56 +489,17 @@ class OmniPrefixCacheManager:
             reads,
         )
         slot.hold(context.holder)
-        self._refuse_unexpected(context, rows, firsts)
+        context.failed.update(self._refusals.unexpected(context.label, context.req_ids, rows, firsts))
         if self._requests.any_owed:
             self._plan_owed(context)
-        self._refuse_absent(context)
+        if self._policy.needs_full_hidden_states:
+            for read in context.reads:
+                context.failed.update(self._refusals.absent_hidden(context.label, read))
         self._requests.promise(rows, positions[starts[1:] - 1] + 1)
         self._steps.add(context)
         self._controller.committer.enqueue(task)
         self._steps_saved += 1
         return step_id
-
-    def _plan_again(self, read: StepRead, written: npt.NDArray[np.int64]) -> None:
-        touched = np.flatnonzero(self._table.members(read.slots, written))
-        changed: dict[str, npt.NDArray[np.int64]] = {}
-        for key in self._table.keys:
-            entries = read.keys.get(key)
-            if entries is None:
-                entries = read.keys[key] = KeyEntries(np.zeros(len(read.slots), np.int64))
-            if len(touched):
-                ids = self._table.present_ids(key, read.slots[touched])
-                moved = ids != entries.ids[touched]
-                entries.replan(touched[moved], ids[moved])
-                changed[key] = touched[moved & (ids != ABSENT)]
-        self._gather(read, changed)
-
-    def _refuse_unexpected(
-        self, context: StepContext, rows: npt.NDArray[np.int64], firsts: npt.NDArray[np.int64]
-    ) -> None:
-        for index in self._requests.unexpected(rows, firsts).tolist():
-            req_id = context.req_ids[index]
-            error = self._requests.error(req_id)
-            if rows[index] == UNKNOWN:
-                error = RequestNotStartedError(
-                    req_id, f"is in {context.label}, but was never started (or was forgotten by reset)"
-                )
-            elif error is None:
-                error = self._discontinuity(context.label, req_id, int(firsts[index]))
-                self._fail_request(error)
-            context.failed[req_id] = error
-
-    def _discontinuity(self, label: str, req_id: str, first: int) -> RequestError:
-        expected = self._requests.promised_upto(req_id)
-        if first > expected:
-            return PositionGapError(
-                req_id, f"{label} starts at position {first}, but rows are known up to {expected} only"
-            )
-        return LifecycleUnsupportedError(
-            req_id,
-            f"{label} computes position {first} again, rows up to {expected} were already promised; resumed requests and "
-            "rejected drafts are not served by this version",
-        )
 
     def _plan_owed(self, context: StepContext) -> None:
         requests = []
@@ -577,24 +511,7 @@ class OmniPrefixCacheManager:
             if owed is not None:
                 requests.append(ReadRequest(req_id, owed.positions, owed.slots, length))
         if requests:
-            context.reads.append(self._plan(context.label, requests))
-
-    def _refuse_absent(self, context: StepContext) -> None:
-        if not self._policy.needs_full_hidden_states:
-            return
-        for read in context.reads:
-            for req_id in read.absent_hidden(HIDDEN_KEY):
-                if req_id in context.failed:
-                    continue
-                ranges = ranges_of(read.absent_positions(req_id, HIDDEN_KEY))
-                error = HitRowsAbsentError(
-                    req_id,
-                    f"{context.label}: the engine skipped tokens {list(ranges)} as cached, but no hidden rows were ever "
-                    "stored for them (their block was published and its forward never ran, or it was computed before "
-                    "the cache was turned on); run the request again without prefix-cache reads",
-                )
-                self._fail_request(error)
-                context.failed[req_id] = error
+            context.reads.append(self._planner.plan(context.label, requests))
 
     # -- consuming ----------------------------------------------------------------------------------------------------
 
@@ -645,7 +562,7 @@ class OmniPrefixCacheManager:
         """Release a step's reads and its hold on staging. State lock held."""
         unused: list[HostBuffer] = []
         for read in context.reads:
-            unused.extend(self._end_read(read))
+            unused.extend(self._planner.end(read))
         self._controller.staging.release(context.staging_slot, context.holder)
         self._state.progress.notify_all()
         return unused
@@ -654,28 +571,12 @@ class OmniPrefixCacheManager:
         """End the reads of a step that was started and not saved; its hits stay owed. State lock held."""
         unused: list[HostBuffer] = []
         for read in self._started_reads or ():
-            unused.extend(self._end_read(read))
+            unused.extend(self._planner.end(read))
             for req_id, span in read.spans.items():
                 serial = self._requests.serial(req_id)
                 self._requests.owe(req_id, serial, span.positions, read.slots[span.entries])
         self._started_reads = None
         return unused
-
-    def _end_read(self, read: StepRead) -> list[HostBuffer]:
-        """Give a read's pins back, once. State lock held.
-
-        Returns:
-            Its buffers, unless the prefetch thread is writing into them: then it returns them itself.
-        """
-        if read.ended:
-            return []
-        read.ended = True
-        self._table.unpin(read.stored_slots)
-        self._controller.live_reads.remove(read)
-        self._state.progress.notify_all()
-        if read.in_gather:
-            return []
-        return read.take_buffers() + read.side_buffers()
 
     def _check_usable(self, what: str) -> None:
         with self._state.lock:

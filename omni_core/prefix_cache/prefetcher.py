@@ -134,7 +134,8 @@ class Prefetcher:
         table = read.keys[key]
 
         def still_planned() -> npt.NDArray[np.int64]:
-            return entries[(table.ids[entries] == ids) & ~table.resolved[entries]]
+            planned: npt.NDArray[np.int64] = entries[(table.ids[entries] == ids) & ~table.resolved[entries]]
+            return planned
 
         with self._state.lock:
             settled = self._state.wait(

@@ -91,7 +91,8 @@ class KeyEntries:
 
     def published(self, among: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Of these entries, those whose rows lie aside."""
-        return among[self.rescue[among] == _RESCUE_PUBLISHED]
+        aside: npt.NDArray[np.int64] = among[self.rescue[among] == _RESCUE_PUBLISHED]
+        return aside
 
     def rescue_pending(self, among: npt.NDArray[np.int64]) -> bool:
         """Whether a rescue of any of these entries is flagged and not yet published."""
@@ -149,11 +150,12 @@ class StepRead:
     def absent_positions(self, req_id: str, key: str) -> npt.NDArray[np.int64]:
         """Positions of the request for which `key` has no row."""
         span = self.spans[req_id]
-        return span.positions[self.keys[key].ids[span.entries] == ABSENT]
+        absent: npt.NDArray[np.int64] = span.positions[self.keys[key].ids[span.entries] == ABSENT]
+        return absent
 
     def side_buffers(self) -> list[HostBuffer]:
         """Take the set-aside buffers; the read holds none any more."""
-        buffers = []
+        buffers: list[HostBuffer] = []
         for entries in self.keys.values():
             buffers.extend(side.buffer for side in entries.side_rows)
             entries.side_rows = []

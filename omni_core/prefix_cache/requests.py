@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from itertools import repeat
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +22,7 @@ _INITIAL_ROWS = 64
 
 @dataclass(slots=True)
 class OwedRows:
-    """Rows promised to a request by a step that was discarded or failed: positions, and the slots they were stored at."""
+    """Rows of discarded or failed steps that a request still has to get: positions, and where they are stored."""
 
     positions: npt.NDArray[np.int64]
     slots: Slots
@@ -109,8 +110,7 @@ class RequestTable:
 
     def rows(self, req_ids: tuple[str, ...]) -> npt.NDArray[np.int64]:
         """`(len(req_ids),)` table rows, `UNKNOWN` where a request is not live."""
-        find = self._row_of.get
-        return np.fromiter((find(req_id, UNKNOWN) for req_id in req_ids), np.int64, len(req_ids))
+        return np.fromiter(map(self._row_of.get, req_ids, repeat(UNKNOWN)), np.int64, len(req_ids))
 
     def unexpected(self, rows: npt.NDArray[np.int64], first_positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Indices of the batch's requests that are unknown, failed, or do not continue where they stopped."""

@@ -16,7 +16,7 @@ ABSENT = 0
 
 
 class SlotTable:
-    """numpy tables over the slots of the mirrored KV cache. Every method needs the state lock, unless it says otherwise.
+    """numpy tables over the slots of the mirrored KV cache. Every method needs the state lock, or says otherwise.
 
     Logical state is the engine thread's: a block's tenancy is a floor, the last write id given out when the tenancy
     began, and a row is present only if its latest claim lies above its block's floor. Starting a tenancy is therefore
@@ -64,7 +64,7 @@ class SlotTable:
     # -- logical state, engine thread ---------------------------------------------------------------------------------
 
     def start_tenancies(self, block_ids: Slots) -> None:
-        """Make every key's rows of these blocks absent, for later plans only. Nothing moves; no pin, no stamp changes."""
+        """Make every key's rows of these blocks absent, for later plans only. No row, pin or stamp changes."""
         self._tenancy_floor[block_ids] = self.last_write_id
 
     def start_all_tenancies(self) -> None:

@@ -88,7 +88,7 @@ class StepContext:
             if req_id not in known:
                 shown = ", ".join(map(repr, self.req_ids[:8])) + (", …" if len(self.req_ids) > 8 else "")
                 raise RequestNotInStepError(
-                    f"request {req_id!r} is not in {self.label}; it was saved with {len(self.req_ids)} requests: {shown}"
+                    f"request {req_id!r} is not in {self.label}; it has {len(self.req_ids)}: {shown}"
                 )
 
 

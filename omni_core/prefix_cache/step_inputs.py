@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a step brought: which outputs have a row per token and are stored, which are passed on, and what is malformed."""
+"""What a step brought: outputs with a row per token are stored, others are passed on, malformed ones refused."""
 
 from __future__ import annotations
 
