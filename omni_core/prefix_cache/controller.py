@@ -74,13 +74,17 @@ class OmniPrefixCacheController:
         """Clone a step's tensors and start their copy to host. Engine thread, no lock held; never blocks."""
         return record_step(inputs, self._backend, slot, self.staging.device_carver(slot), self._copy_stream)
 
-    def close(self, timeout_s: float) -> bool:
+    def close(self, timeout_s: float, *, pages_free: bool) -> bool:
         """End the threads after `state.closing` was set, then free staging. No lock held.
 
+        Args:
+            timeout_s: how long to wait for each thread.
+            pages_free: whether every caller has left the staging pages.
+
         Returns:
-            Whether all ended in time. If not, staging stays mapped, because a copy may still be running into it.
+            Whether all ended in time. If not, staging stays mapped, because someone may still be using it.
         """
-        ended = self.committer.join(timeout_s) and self.prefetcher.join(timeout_s)
+        ended = self.committer.join(timeout_s) and self.prefetcher.join(timeout_s) and pages_free
         self._copy_stream.close()
         if ended:
             self.staging.close()

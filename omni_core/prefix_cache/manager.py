@@ -15,34 +15,36 @@ from omni_core.prefix_cache.block_pool import RowSpec
 from omni_core.prefix_cache.buffers import HostBuffer
 from omni_core.prefix_cache.config import PrefixCacheConfig
 from omni_core.prefix_cache.controller import OmniPrefixCacheController
-from omni_core.prefix_cache.delivery import BatchRun, Joined, join_step
+from omni_core.prefix_cache.delivery import Joined, join_step
 from omni_core.prefix_cache.errors import (
     CacheClosedError,
+    CacheFailedError,
     FeatureUnsupportedError,
     JoinTimeoutError,
-    LifecycleUnsupportedError,
     OmniPrefixCacheStagingTimeoutError,
     ReadFailedError,
     RequestError,
     StepOrderError,
     StepTooLargeError,
 )
-from omni_core.prefix_cache.event_digest import EventDigest, digest_events
+from omni_core.prefix_cache.event_digest import digest_events
 from omni_core.prefix_cache.events import StepEvents, StepLayout
-from omni_core.prefix_cache.outputs import PartialRequest, RequestRows, StageCacheOutputs
+from omni_core.prefix_cache.outputs import PartialRequest, StageCacheOutputs
 from omni_core.prefix_cache.planner import ReadPlanner
 from omni_core.prefix_cache.policy import ModelCachePolicy
-from omni_core.prefix_cache.reads import ReadRequest, StepRead
+from omni_core.prefix_cache.reads import StepRead
 from omni_core.prefix_cache.refusals import RequestRefusals
 from omni_core.prefix_cache.requests import RequestTable
-from omni_core.prefix_cache.slot_table import ABSENT, SlotTable
+from omni_core.prefix_cache.settlement import StepSettlement
+from omni_core.prefix_cache.slot_table import SlotTable
 from omni_core.prefix_cache.staging import StagingSlot
 from omni_core.prefix_cache.state import CacheState
 from omni_core.prefix_cache.stats import CacheStats, ResetReport
 from omni_core.prefix_cache.step_context import OpenSteps, StepContext, StepEnd
 from omni_core.prefix_cache.step_inputs import OutputClassifier, StepInputs, check_layout
-from omni_core.prefix_cache.step_record import StepRecord, check_devices, step_nbytes
-from omni_core.prefix_cache.task import PoolRows, WriteSchedule, WriteTask
+from omni_core.prefix_cache.step_intake import StepIntake
+from omni_core.prefix_cache.step_record import check_devices, step_nbytes
+from omni_core.prefix_cache.task import WriteSchedule
 from omni_core.runtime import Runtime
 
 _CLAIM_HOLDER = "save_outputs"
@@ -85,15 +87,18 @@ class OmniPrefixCacheManager:
         self._table = SlotTable(config.num_blocks, config.block_size)
         self._requests = RequestTable(config.max_partial_reports)
         self._controller = OmniPrefixCacheController(config, backend, self._state, self._table, runtime, device)
-        self._planner = ReadPlanner(self._state, self._table, self._controller.prefetcher, self._controller.live_reads)
         self._refusals = RequestRefusals(self._requests)
+        self._steps = OpenSteps()
+        planner = ReadPlanner(self._state, self._table, self._controller.prefetcher, self._controller.live_reads)
+        self._intake = StepIntake(
+            self._table, self._requests, self._refusals, planner, self._controller.committer, self._steps
+        )
+        self._settlement = StepSettlement(
+            self._state, self._requests, planner, self._controller.staging, self._controller.buffers
+        )
         self._policy = ModelCachePolicy()
         self._classifier = OutputClassifier(config, self._policy)
-        self._steps = OpenSteps()
-        self._started_reads: list[StepRead] | None = None
-        self._any_step_started = False
         self._steps_saved = self._steps_materialized = self._steps_discarded = 0
-        self._rows_delivered = self._rows_from_hits = 0
 
     def register_policy(self, policy: ModelCachePolicy) -> None:
         """Take the model's declaration. Once, before the first step.
@@ -108,7 +113,7 @@ class OmniPrefixCacheManager:
                 "supported by this version; declare them in token_keys, or leave them undeclared"
             )
         with self._state.lock:
-            if self._any_step_started:
+            if self._intake.any_step_started:
                 raise StepOrderError("register_policy was called after the first step; register it at load")
             self._policy = policy
             self._classifier = OutputClassifier(self.config, policy)
@@ -123,17 +128,18 @@ class OmniPrefixCacheManager:
 
         Raises:
             SlotOutOfRangeError: a block id lies outside the KV cache; nothing was changed.
-            CacheFailedError, CacheClosedError: see `CacheState.check_usable`.
+            CacheFailedError, CacheClosedError: see `CacheState.problem`.
         """
         digest = digest_events(events, self._table)
         unused: list[HostBuffer] = []
         with self._state.lock:
-            self._any_step_started = True
-            unused.extend(self._end_unsaved_step())
-            if self._state.usable:
-                self._apply(digest)
+            unused.extend(self._intake.end_unsaved_step())
+            problem = self._state.problem("new_step_starts")
+            if problem is None:
+                self._intake.start_step(digest)
         self._controller.buffers.give_back(unused)
-        self._check_usable("new_step_starts")
+        if problem is not None:
+            raise problem
 
     def save_outputs(
         self,
@@ -162,7 +168,7 @@ class OmniPrefixCacheManager:
             StepOrderError, LayoutMismatchError, SlotOutOfRangeError, BlockSizeMismatchError, KeyShapeChangedError,
             StepTooLargeError, NoBackendForTensorError: wrong input; nothing was changed.
             OmniPrefixCacheStagingTimeoutError: unread steps hold every staging slot; names them.
-            CacheFailedError, CacheClosedError: see `CacheState.check_usable`.
+            CacheFailedError, CacheClosedError: see `CacheState.problem`.
         """
         layout = self._layout_source()
         check_layout(layout, self.config, num_tokens_unpadded)
@@ -179,22 +185,27 @@ class OmniPrefixCacheManager:
         except BaseException:
             with self._state.lock:
                 self._controller.staging.release(slot, _CLAIM_HOLDER)
-                self._state.progress.notify_all()
+                self._state.leave_pages()
             raise
         unused: list[HostBuffer] = []
         step_id = 0
         with self._state.lock:
-            if self._state.usable:
+            problem = self._state.problem("save_outputs")
+            if problem is None:
                 for key, tables in new_tables.items():
                     self._table.add_key(key, tables)
                 self._classifier.confirm(inputs)
-                step_id = self._commit_step(layout, record, slot)
+                step_id = self._intake.save_step(
+                    layout, record, slot, hidden_needed=self._policy.needs_full_hidden_states
+                )
+                self._steps_saved += 1
             else:
-                unused.extend(self._end_unsaved_step())
+                unused.extend(self._intake.end_unsaved_step())
             self._controller.staging.release(slot, _CLAIM_HOLDER)
+            self._state.leave_pages()
         self._controller.buffers.give_back(unused)
-        if not step_id:
-            self._check_usable("save_outputs")
+        if problem is not None:
+            raise problem
         return step_id
 
     # -- any thread ---------------------------------------------------------------------------------------------------
@@ -219,39 +230,42 @@ class OmniPrefixCacheManager:
             UnknownStepError, StepAlreadyMaterializedError, StepAlreadyDiscardedError, RequestNotInStepError,
             FeatureUnsupportedError: misuse; nothing was changed.
             JoinTimeoutError: the step's copy did not complete in time. The step is consumed, its rows stay owed.
-            CacheFailedError, CacheClosedError: see `CacheState.check_usable`. The step is consumed.
+            CacheFailedError, CacheClosedError: see `CacheState.problem`. The step is consumed.
         """
         if sampled_counts is not None:
             raise FeatureUnsupportedError(
                 f"step {step_id}: sampled_counts was given, but draft tokens are not supported by this version"
             )
         asked = tuple(dict.fromkeys(req_ids))
+        what = f"materialize of step {step_id}"
         with self._state.lock:
-            self._steps.get(step_id).check_requests(asked)
-            context = self._steps.consume(step_id, StepEnd.MATERIALIZED)
-            self._steps_materialized += 1
+            context = self._consume(step_id, StepEnd.MATERIALIZED, asked, what)
+            self._state.enter_pages()
+            epoch = self._state.epoch
             self._state.wait(
                 lambda: context.task.host_ready and all(read.complete for read in context.reads),
                 self.config.join_timeout_s,
             )
-            usable = self._state.usable
-            copied = context.task.host_ready
+            problem = self._state.problem(what)
+            if problem is None and self._state.epoch != epoch:
+                problem = CacheFailedError(f"{what}: the cache was reset while it waited; the step's rows are gone")
+            if problem is None and not context.task.host_ready:
+                problem = JoinTimeoutError(
+                    f"step {step_id}: its copy did not complete within join_timeout_s={self.config.join_timeout_s}: "
+                    f"{context.task}; its rows stay owed to their requests"
+                )
             failed = dict(context.failed)
             for read in context.reads:
                 if read.pending_batches or read.error is not None:
                     failed.update(self._read_failures(context, read))
-        joined: Joined | None = None
+        joined = Joined({}, [])
         try:
-            if usable and copied:
+            if problem is None:
                 joined = self._join(context, [req_id for req_id in asked if req_id not in failed])
         finally:
-            kept = self._finish_step(context, {} if joined is None else joined.served)
-        if joined is None:
-            self._check_usable(f"materialize of step {step_id}")
-            raise JoinTimeoutError(
-                f"step {step_id}: its copy did not complete within join_timeout_s={self.config.join_timeout_s}: "
-                f"{context.task}; its rows stay owed to their requests"
-            )
+            kept = self._settlement.settle(context, joined.served)
+        if problem is not None:
+            raise problem
         buffers = joined.buffers + kept
         give_back = self._controller.buffers.give_back
         shown = {req_id: failed[req_id] for req_id in asked if req_id in failed}
@@ -262,20 +276,23 @@ class OmniPrefixCacheManager:
 
         Raises:
             UnknownStepError, StepAlreadyMaterializedError, StepAlreadyDiscardedError: misuse; nothing was changed.
-            CacheFailedError, CacheClosedError: see `CacheState.check_usable`. The step is consumed.
+            CacheFailedError, CacheClosedError: see `CacheState.problem`. The step is consumed.
         """
+        what = f"discard of step {step_id}"
         with self._state.lock:
-            context = self._steps.consume(step_id, StepEnd.DISCARDED)
-            self._steps_discarded += 1
-        self._controller.buffers.give_back(self._finish_step(context, {}))
-        self._check_usable(f"discard of step {step_id}")
+            context = self._consume(step_id, StepEnd.DISCARDED, (), what)
+            self._state.enter_pages()
+            problem = self._state.problem(what)
+        self._settlement.settle(context, {})
+        if problem is not None:
+            raise problem
 
     def flush(self, timeout_s: float | None = None) -> None:
         """Wait until every write queued before the call is in the pool, at most `timeout_s` (`join_timeout_s`).
 
         Raises:
             JoinTimeoutError: names the writes still under way.
-            CacheFailedError, CacheClosedError: see `CacheState.check_usable`.
+            CacheFailedError, CacheClosedError: see `CacheState.problem`.
         """
         limit_s = self.config.join_timeout_s if timeout_s is None else timeout_s
         committer = self._controller.committer
@@ -283,9 +300,11 @@ class OmniPrefixCacheManager:
             target = self._table.last_write_id
             landed = self._state.wait(lambda: committer.landed_upto >= target, limit_s)
             under_way = ", ".join(map(str, committer.open_tasks))
+            problem = self._state.problem("flush")
+        if problem is not None:
+            raise problem
         if not landed:
             raise JoinTimeoutError(f"flush: writes did not land within {limit_s} s: {under_way}")
-        self._check_usable("flush")
 
     def take_partial_requests(self) -> tuple[PartialRequest, ...]:
         """Ended requests with rows that were promised and never delivered, once each."""
@@ -317,14 +336,15 @@ class OmniPrefixCacheManager:
             rows_cleared = self._table.present_rows()
             failure = self._state.failure
             requests_forgotten = self._requests.forget_all()
-            unused.extend(self._end_unsaved_step())
+            unused.extend(self._intake.end_unsaved_step())
             dropped = self._steps.consume_all()
             for context in dropped:
-                unused.extend(self._end_step(context))
+                unused.extend(self._settlement.end_step(context))
             self._controller.prefetcher.drop_queue()
             self._table.start_all_tenancies()
             committer.forgive()
             self._state.failure = None
+            self._state.epoch += 1
             self._state.wake_all()
         self._controller.buffers.give_back(unused)
         return ResetReport(
@@ -339,8 +359,8 @@ class OmniPrefixCacheManager:
                 steps_saved=self._steps_saved,
                 steps_materialized=self._steps_materialized,
                 steps_discarded=self._steps_discarded,
-                rows_delivered=self._rows_delivered,
-                rows_from_hits=self._rows_from_hits,
+                rows_delivered=self._settlement.rows_delivered,
+                rows_from_hits=self._settlement.rows_from_hits,
                 rows_rescued=controller.committer.rows_rescued,
                 requests_failed=self._refusals.count,
                 open_steps=len(self._steps),
@@ -367,50 +387,14 @@ class OmniPrefixCacheManager:
             if self._state.closing:
                 return True
             self._state.closing = True
+            self._intake.end_unsaved_step()
+            for context in self._steps.consume_all():
+                self._settlement.end_step(context)
             self._state.wake_all()
-        return self._controller.close(timeout_s)
+            pages_free = self._state.progress.wait_for(lambda: self._state.page_users == 0, timeout_s)
+        return self._controller.close(timeout_s, pages_free=pages_free)
 
     # -- events, with the state lock held -----------------------------------------------------------------------------
-
-    def _apply(self, digest: EventDigest) -> None:
-        for req_id in digest.ended:
-            self._requests.end(req_id)
-        self._table.start_tenancies(digest.fresh_blocks)
-        for source, destination in digest.copies:
-            self._copy_block(source, destination)
-        for error in digest.refused:
-            self._refusals.refuse(error)
-        reads = []
-        for request in digest.started:
-            if request.req_id in self._requests:
-                self._refusals.refuse(
-                    LifecycleUnsupportedError(
-                        request.req_id,
-                        "started again while live; continuations and resumed requests are not served by this version",
-                    )
-                )
-                continue
-            hit = len(request.hit_slots)
-            self._requests.start(request.req_id, hit)
-            if hit:
-                positions = np.arange(hit, dtype=np.int64)
-                reads.append(ReadRequest(request.req_id, positions, request.hit_slots, request.num_scheduled_tokens))
-        self._started_reads = [self._planner.plan("the step under way", reads)] if reads else []
-
-    def _copy_block(self, source: int, destination: int) -> None:
-        offsets = np.arange(self.config.block_size, dtype=np.int64)
-        source_slots = source * self.config.block_size + offsets
-        destination_slots = destination * self.config.block_size + offsets
-        parts = []
-        write_id = self._table.next_write_id()
-        for key in self._table.keys:
-            present = self._table.present_ids(key, source_slots) != ABSENT
-            if present.any():
-                parts.append(PoolRows(key, source_slots[present], destination_slots[present]))
-                self._table.claim((key,), destination_slots[present], write_id)
-        task = WriteTask(f"copy of block {source} to block {destination}", write_id, destination_slots)
-        task.copy_slots = tuple(parts)
-        self._controller.committer.enqueue(task)
 
     # -- saving -------------------------------------------------------------------------------------------------------
 
@@ -428,25 +412,35 @@ class OmniPrefixCacheManager:
         staging = self._controller.staging
         unused: list[HostBuffer] = []
         slot = None
+        holders = ""
         with self._state.lock:
-            if self._started_reads is None and self._state.usable:
+            if self._state.usable and not self._intake.step_under_way:
                 raise StepOrderError("save_outputs was called without new_step_starts; announce each step once, first")
             self._state.wait(lambda: staging.has_free, self.config.staging_claim_timeout_s)
-            if self._state.usable:
-                slot = staging.try_claim(_CLAIM_HOLDER)
+            problem = self._state.problem("save_outputs")
+            if problem is not None:
+                unused.extend(self._intake.end_unsaved_step())
             else:
-                unused.extend(self._end_unsaved_step())
-            unread = ", ".join(self._steps.labels()) or "none"
-            writes = ", ".join(map(str, self._controller.committer.open_tasks)) or "none"
+                slot = staging.try_claim(_CLAIM_HOLDER)
+                if slot is not None:
+                    self._state.enter_pages()
+                else:
+                    holders = self._staging_holders()
         self._controller.buffers.give_back(unused)
-        self._check_usable("save_outputs")
+        if problem is not None:
+            raise problem
         if slot is None:
             raise OmniPrefixCacheStagingTimeoutError(
                 f"no staging slot became free within staging_claim_timeout_s={self.config.staging_claim_timeout_s}: "
-                f"staging_depth={self.config.staging_depth} slots are held by unread steps ({unread}) and writes "
-                f"({writes}); materialize or discard the steps, or raise staging_depth"
+                f"staging_depth={self.config.staging_depth} slots are held by {holders}; "
+                "materialize or discard the steps, or raise staging_depth"
             )
         return slot
+
+    def _staging_holders(self) -> str:
+        unread = ", ".join(self._steps.labels()) or "none"
+        writes = ", ".join(map(str, self._controller.committer.open_tasks)) or "none"
+        return f"unread steps ({unread}) and writes ({writes})"
 
     def _prepare_keys(self, inputs: StepInputs) -> dict[str, tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]]:
         tables = {}
@@ -458,62 +452,18 @@ class OmniPrefixCacheManager:
             tables[value.key] = self._table.new_key_tables()
         return tables
 
-    def _commit_step(self, layout: StepLayout, record: StepRecord, slot: StagingSlot) -> int:
-        """Claim the step's writes, plan again what they touch, promise its rows. State lock held."""
-        reads = self._started_reads or []
-        self._started_reads = None
-        starts, positions = layout.starts.astype(np.int64), layout.positions.astype(np.int64)
-        slots = layout.slots.astype(np.int64)
-        rows = self._requests.rows(layout.req_ids)
-        firsts = positions[starts[:-1]]
-        step_id = self._steps.next_id()
-        task = WriteTask(f"write of step {step_id}", self._table.next_write_id(), slots)
-        task.staged = record.stored
-        task.staging_slot = slot
-        task.copy_done = record.copy_done
-        stored_slots = slots if slots.min() >= 0 else slots[slots >= 0]
-        self._table.claim(tuple(staged.key for staged in task.staged), stored_slots, task.write_id)
-        for read in reads:
-            read.step_label = f"step {step_id}"
-            self._planner.plan_again(read, stored_slots)
-        context = StepContext(
-            step_id,
-            layout.req_ids,
-            self._requests.serials(rows),
-            starts,
-            positions,
-            slots,
-            record,
-            slot,
-            task,
-            reads,
-        )
-        slot.hold(context.holder)
-        context.failed.update(self._refusals.unexpected(context.label, context.req_ids, rows, firsts))
-        if self._requests.any_owed:
-            self._plan_owed(context)
-        if self._policy.needs_full_hidden_states:
-            for read in context.reads:
-                context.failed.update(self._refusals.absent_hidden(context.label, read))
-        self._requests.promise(rows, positions[starts[1:] - 1] + 1)
-        self._steps.add(context)
-        self._controller.committer.enqueue(task)
-        self._steps_saved += 1
-        return step_id
-
-    def _plan_owed(self, context: StepContext) -> None:
-        requests = []
-        lengths = np.diff(context.starts).tolist()
-        for req_id, length in zip(context.req_ids, lengths, strict=True):
-            if req_id in context.failed or context.read_of(req_id) is not None:
-                continue
-            owed = self._requests.take_owed(req_id)
-            if owed is not None:
-                requests.append(ReadRequest(req_id, owed.positions, owed.slots, length))
-        if requests:
-            context.reads.append(self._planner.plan(context.label, requests))
-
     # -- consuming ----------------------------------------------------------------------------------------------------
+
+    def _consume(self, step_id: int, end: StepEnd, asked: tuple[str, ...], what: str) -> StepContext:
+        """Take a step out of the open ones, if the call is right. State lock held."""
+        if self._state.closing:
+            raise CacheClosedError(f"{what}: the cache is closed")
+        self._steps.get(step_id).check_requests(asked)
+        if end is StepEnd.MATERIALIZED:
+            self._steps_materialized += 1
+        else:
+            self._steps_discarded += 1
+        return self._steps.consume(step_id, end)
 
     def _read_failures(self, context: StepContext, read: StepRead) -> dict[str, RequestError]:
         cause = read.error or f"not gathered within join_timeout_s={self.config.join_timeout_s}"
@@ -528,56 +478,3 @@ class OmniPrefixCacheManager:
         runs = context.runs(tuple(req_ids))
         reads = {req_id: read for req_id in req_ids if (read := context.read_of(req_id)) is not None}
         return join_step(context.record, runs, reads, self._controller.pool.specs, self._controller.buffers)
-
-    def _finish_step(self, context: StepContext, served: Mapping[str, RequestRows]) -> list[HostBuffer]:
-        """End a consumed step; returns the buffers its served requests' rows lie in. No lock held."""
-        kept: list[HostBuffer] = []
-        undelivered = context.runs(tuple(req_id for req_id in context.req_ids if req_id not in served))
-        from_hits = sum(rows.num_rows for rows in served.values()) - sum(
-            run.num_rows for run in context.runs(tuple(served))
-        )
-        with self._state.lock:
-            for read in context.reads:
-                if not served.keys().isdisjoint(read.spans):
-                    kept.extend(read.take_buffers())
-            unused = self._end_step(context)
-            self._rows_delivered += sum(rows.num_rows for rows in served.values())
-            self._rows_from_hits += from_hits
-            for run in undelivered:
-                self._owe(context, run)
-        self._controller.buffers.give_back(unused)
-        return kept
-
-    def _owe(self, context: StepContext, run: BatchRun) -> None:
-        """The step's rows of this request were not delivered. State lock held."""
-        serial = int(context.serials[run.index])
-        stored = context.read_of(run.req_id)
-        if stored is not None:
-            span = stored.spans[run.req_id]
-            self._requests.owe(run.req_id, serial, span.positions, stored.slots[span.entries])
-        rows = slice(run.first, run.last)
-        self._requests.owe(run.req_id, serial, context.positions[rows], context.slots[rows])
-
-    def _end_step(self, context: StepContext) -> list[HostBuffer]:
-        """Release a step's reads and its hold on staging. State lock held."""
-        unused: list[HostBuffer] = []
-        for read in context.reads:
-            unused.extend(self._planner.end(read))
-        self._controller.staging.release(context.staging_slot, context.holder)
-        self._state.progress.notify_all()
-        return unused
-
-    def _end_unsaved_step(self) -> list[HostBuffer]:
-        """End the reads of a step that was started and not saved; its hits stay owed. State lock held."""
-        unused: list[HostBuffer] = []
-        for read in self._started_reads or ():
-            unused.extend(self._planner.end(read))
-            for req_id, span in read.spans.items():
-                serial = self._requests.serial(req_id)
-                self._requests.owe(req_id, serial, span.positions, read.slots[span.entries])
-        self._started_reads = None
-        return unused
-
-    def _check_usable(self, what: str) -> None:
-        with self._state.lock:
-            self._state.check_usable(what)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from omni_core.prefix_cache.errors import CacheClosedError, CacheFailedError
+from omni_core.prefix_cache.errors import CacheClosedError, CacheFailedError, OmniPrefixCacheError
 from omni_core.runtime import Runtime
 
 
@@ -23,25 +23,41 @@ class CacheState:
         self.progress = runtime.condition(self.lock, "progress")
         self.failure: BaseException | None = None
         self.closing = False
+        self.page_users = 0
+        """Threads that read or write staging pages right now; `close` waits for them."""
+        self.epoch = 0
+        """How often the cache was reset: whoever waited across a reset waited for something that is gone."""
 
     @property
     def usable(self) -> bool:
         """No write has failed and nobody has closed the cache."""
         return self.failure is None and not self.closing
 
-    def check_usable(self, what: str) -> None:
-        """Refuse `what` on a failed or closed cache.
+    def problem(self, what: str) -> OmniPrefixCacheError | None:
+        """Why `what` cannot be done, to be raised once the lock is free.
 
-        Raises:
-            CacheClosedError: `close` was called.
-            CacheFailedError: a write failed; its error is the cause.
+        Returns:
+            `CacheClosedError` after `close`; `CacheFailedError`, with the first failure as its cause, after a failed
+            write; `None` on a usable cache.
         """
         if self.closing:
-            raise CacheClosedError(f"{what}: the cache is closed")
-        if self.failure is not None:
-            raise CacheFailedError(
-                f"{what}: a write into the pool failed ({self.failure!r}); call reset() to go on with an empty cache"
-            ) from self.failure
+            return CacheClosedError(f"{what}: the cache is closed")
+        if self.failure is None:
+            return None
+        error = CacheFailedError(
+            f"{what}: a write into the pool failed ({self.failure!r}); call reset() to go on with an empty cache"
+        )
+        error.__cause__ = self.failure
+        return error
+
+    def enter_pages(self) -> None:
+        """The calling thread begins to use staging pages without the lock."""
+        self.page_users += 1
+
+    def leave_pages(self) -> None:
+        """It is done with them."""
+        self.page_users -= 1
+        self.progress.notify_all()
 
     def fail(self, cause: BaseException) -> None:
         """Record the first failure and wake every waiter, which then finds the record."""
@@ -56,5 +72,9 @@ class CacheState:
         self.progress.notify_all()
 
     def wait(self, predicate: Callable[[], bool], timeout_s: float) -> bool:
-        """Wait until `predicate` holds or the cache is unusable; returns whether it did not time out."""
-        return self.progress.wait_for(lambda: not self.usable or predicate(), timeout_s)
+        """Wait until `predicate` holds, or the cache is unusable or was reset; returns whether it did not time out."""
+        epoch = self.epoch
+        return self.progress.wait_for(
+            lambda: predicate() or not self.usable or self.epoch != epoch,
+            timeout_s,
+        )
