@@ -12,6 +12,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from types import TracebackType
 from typing import Protocol
 
 
@@ -20,7 +21,9 @@ class Lock(Protocol):
 
     def __enter__(self) -> bool: ...
 
-    def __exit__(self, *exc_info: object) -> None: ...
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None, /
+    ) -> None: ...
 
 
 class Condition(Protocol):

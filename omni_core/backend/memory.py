@@ -8,6 +8,9 @@ from collections.abc import Sequence
 
 import torch
 
+_Asked = tuple[int, tuple[int, ...], torch.dtype, bool]
+"""First byte, shape and dtype of a view, and whether it is made in inference mode."""
+
 CARVE_ALIGNMENT_BYTES = 64
 """Every carved tensor starts on a multiple of this: the widest vector load of today's CPUs, a whole cache line."""
 
@@ -34,13 +37,18 @@ class ByteCarver:
     Not thread-safe: one owner at a time.
     """
 
-    __slots__ = ("_arena", "_used_bytes")
+    __slots__ = ("_arena", "_carved", "_num_taken", "_typed", "_used_bytes", "_used_view")
 
     def __init__(self, arena: torch.Tensor) -> None:
         if arena.dtype != torch.uint8 or arena.dim() != 1:
             raise ValueError(f"arena must be a flat uint8 tensor, got {arena.dtype} of shape {tuple(arena.shape)}")
         self._arena = arena
+        self._typed: dict[torch.dtype, torch.Tensor] = {}
         self._used_bytes = 0
+        self._num_taken = 0
+        # Steps of a decode phase ask for the same views in the same order; making a view is a torch operation.
+        self._carved: list[tuple[_Asked, torch.Tensor, int]] = []
+        self._used_view: tuple[tuple[int, bool], torch.Tensor] | None = None
 
     @property
     def capacity_bytes(self) -> int:
@@ -53,8 +61,9 @@ class ByteCarver:
         return self._used_bytes
 
     def restart(self) -> None:
-        """Forget what was handed out; views handed out before now share bytes with later ones."""
+        """Start at the first byte again; views handed out before share bytes with later ones, or are handed out again."""
         self._used_bytes = 0
+        self._num_taken = 0
 
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """The next view of `shape` and `dtype`.
@@ -62,6 +71,14 @@ class ByteCarver:
         Raises:
             ValueError: the arena has not that many bytes left; nothing is handed out.
         """
+        # A view made in inference mode may not be written outside it.
+        asked = (self._used_bytes, tuple(shape), dtype, torch.is_inference_mode_enabled())
+        if self._num_taken < len(self._carved):
+            known, view, end = self._carved[self._num_taken]
+            if known == asked:
+                self._num_taken += 1
+                self._used_bytes = end
+                return view
         nbytes = tensor_nbytes(shape, dtype)
         end = self._used_bytes + aligned_nbytes(nbytes)
         if end > self.capacity_bytes:
@@ -69,10 +86,25 @@ class ByteCarver:
                 f"arena of {self.capacity_bytes} bytes has {self.capacity_bytes - self._used_bytes} left, "
                 f"asked for {nbytes} ({tuple(shape)} of {dtype})"
             )
-        view = self._arena[self._used_bytes : self._used_bytes + nbytes].view(dtype).view(tuple(shape))
+        view = self._view(asked)
+        self._carved[self._num_taken : self._num_taken + 1] = [(asked, view, end)]
+        self._num_taken += 1
         self._used_bytes = end
         return view
 
     def used(self) -> torch.Tensor:
         """uint8 view of everything handed out so far, from the arena's first byte."""
-        return self._arena[: self._used_bytes]
+        asked = (self._used_bytes, torch.is_inference_mode_enabled())
+        if self._used_view is None or self._used_view[0] != asked:
+            self._used_view = (asked, self._arena[: self._used_bytes])
+        return self._used_view[1]
+
+    def _view(self, asked: _Asked) -> torch.Tensor:
+        start, shape, dtype, _ = asked
+        typed = self._typed.get(dtype)
+        if typed is None:
+            whole_bytes = self.capacity_bytes // dtype.itemsize * dtype.itemsize
+            with torch.inference_mode(mode=False):
+                typed = self._typed[dtype] = self._arena[:whole_bytes].view(dtype)
+        strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+        return typed.as_strided(shape, strides, typed.storage_offset() + start // dtype.itemsize)

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+# Every target sets up .venv as far as it needs it. PYTHON chooses the interpreter, at least 3.11.
+
+PYTHON ?= python3
+DEMO_ARGS ?=
+PYTEST_ARGS ?=
+
+export PYTHON
+BIN := .venv/bin
+SETUP := scripts/setup_venv.sh
+# One thread: with two vLLM's kernels and the cache's own threads fight over a small machine's cores.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+.PHONY: help setup lint test test-fast test-engine soak demo docs clean
+
+help:
+	@echo "make demo         run vLLM on the CPU with prefix caching and check every delivered row (DEMO_ARGS='...')"
+	@echo "make test         lint, then every test but the long ones"
+	@echo "make test-fast    the tests that need no vLLM and build no package"
+	@echo "make test-engine  the tests that run a real vLLM"
+	@echo "make soak         the fast tests with many more random examples, and the long ones"
+	@echo "make lint         ruff and mypy"
+	@echo "make docs         build the documentation into site/"
+	@echo "make setup        only set up .venv, with everything"
+	@echo "make clean        remove build products and caches; .venv and prepared models stay"
+
+setup:
+	@$(SETUP)
+
+lint:
+	@$(SETUP) core
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m ruff format --check .
+	$(BIN)/python -m mypy
+
+test: setup lint
+	$(PYTEST) -m "not slow"
+
+test-fast:
+	@$(SETUP) core
+	$(PYTEST) -m "not engine and not packaging and not slow"
+
+test-engine:
+	@$(SETUP) core engine
+	$(PYTEST) -m "engine and not slow"
+
+soak:
+	@$(SETUP) core
+	HYPOTHESIS_PROFILE=nightly $(PYTEST) --timeout 3600 -m "not engine and not packaging"
+
+demo:
+	@$(SETUP) core engine
+	@$(BIN)/python -m omni_core.cli.main demo $(DEMO_ARGS)
+
+docs:
+	@$(SETUP) core docs
+	$(BIN)/python -m mkdocs build --strict --quiet
+
+clean:
+	rm -rf build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage htmlcov
+	find omni_core backends tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +

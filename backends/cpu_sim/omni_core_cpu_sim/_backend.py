@@ -1,0 +1,278 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The simulator as a backend: the contract of `DeviceBackend`, kept by threads and plain memory."""
+
+from __future__ import annotations
+
+import math
+import os
+from contextlib import AbstractContextManager
+from typing import ClassVar
+
+import torch
+
+from omni_core.backend.base import Capabilities, DeviceBackend, DeviceInfo, Event, Stream
+from omni_core.backend.errors import (
+    BackendError,
+    BackendFeatureUnsupportedError,
+    BackendOptionError,
+    DeviceWaitTimeoutError,
+)
+from omni_core.runtime import Runtime
+from omni_core_cpu_sim._gate import CopyGate
+from omni_core_cpu_sim._graph import CaptureSizePadding
+from omni_core_cpu_sim._memory import MemoryBooks, SimPinnedArena, SimSnapshotRing, poisoned_buffer
+from omni_core_cpu_sim._streams import CallerStream, CopyCost, WorkerStream
+
+
+class CpuSimBackend(DeviceBackend):
+    """Owns CPU tensors; copies them to "pinned" host memory beside the caller, on one thread per stream.
+
+    The engine thread is its own stream: torch's CPU work there is done when the call returns.
+
+    Args:
+        runtime: makes the threads, locks and waits; simulated costs pass on its clock.
+        copy_latency_s: seconds each copy takes before its first byte moves.
+        copy_bandwidth_bytes_per_s: bytes a stream copies per second; 0: bytes cost no time.
+        copy_parts: pieces a copy is made in; another thread may run between two of them.
+        pin_seconds_per_byte: seconds `pinned_arena` takes per byte.
+        max_pinned_bytes: most bytes all live arenas may have; `None`: no limit.
+        report_arenas_as_pinned: `True` makes arenas and `capabilities` say what a device with pinned memory says, so
+            that a caller's accounting can be tested. Nothing is page-locked either way.
+        close_timeout_s: how long closing a stream, or the backend, waits for queued work.
+
+    Raises:
+        BackendOptionError: an option is out of range; the message names it, its value and the rule.
+    """
+
+    name: ClassVar[str] = "cpu_sim"
+    device_type: ClassVar[str] = "cpu"
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        *,
+        copy_latency_s: float = 0.0,
+        copy_bandwidth_bytes_per_s: float = 0.0,
+        copy_parts: int = 1,
+        pin_seconds_per_byte: float = 0.0,
+        max_pinned_bytes: int | None = None,
+        report_arenas_as_pinned: bool = False,
+        close_timeout_s: float = 10.0,
+    ) -> None:
+        super().__init__(runtime)
+        _check_number("copy_latency_s", copy_latency_s)
+        _check_number("copy_bandwidth_bytes_per_s", copy_bandwidth_bytes_per_s)
+        _check_integer("copy_parts", copy_parts, at_least=1)
+        _check_number("pin_seconds_per_byte", pin_seconds_per_byte)
+        if max_pinned_bytes is not None:
+            _check_integer("max_pinned_bytes", max_pinned_bytes, at_least=0)
+        _check_number("close_timeout_s", close_timeout_s)
+        self._cost = CopyCost(copy_latency_s, copy_bandwidth_bytes_per_s, copy_parts)
+        self._pin_seconds_per_byte = pin_seconds_per_byte
+        self._max_pinned_bytes = max_pinned_bytes
+        self._report_arenas_as_pinned = report_arenas_as_pinned
+        self._close_timeout_s = close_timeout_s
+        self._gate = CopyGate(runtime)
+        self._books = MemoryBooks(runtime, self._name_of_stream_using)
+        self._caller_stream = CallerStream(close_timeout_s)
+        self._lock = runtime.lock("cpu_sim.backend")
+        self._streams: tuple[WorkerStream, ...] = ()
+        self._closed = False
+
+    @classmethod
+    def unavailable_reason(cls) -> str | None:
+        return None
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(
+            async_copy=True,
+            pinned_memory=self._report_arenas_as_pinned,
+            blocking_events=True,
+            static_graph_outputs=True,
+        )
+
+    @property
+    def copy_gate(self) -> CopyGate:
+        """Simulator controls: hold copies back, let them through, make them fail."""
+        return self._gate
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Bytes of live arenas: what a device with pinned memory would have page-locked. 0 after `close`."""
+        return self._books.pinned_bytes
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of live snapshot rings. 0 after `close`."""
+        return self._books.device_bytes
+
+    @property
+    def pinned_allocations(self) -> int:
+        """Arenas allocated since the backend was made; unchanged between two steps that allocate none."""
+        return self._books.pinned_allocations
+
+    @property
+    def device_allocations(self) -> int:
+        """Ring buffers allocated since the backend was made."""
+        return self._books.device_allocations
+
+    def hold_copies(self) -> AbstractContextManager[None]:
+        """Hold every copy back until the block ends; short for `copy_gate.hold_copies()`."""
+        return self._gate.hold_copies()
+
+    def device_info(self) -> DeviceInfo:
+        page_bytes = os.sysconf("SC_PAGE_SIZE")
+        return DeviceInfo(
+            name="CPU simulator",
+            device="cpu",
+            total_memory_bytes=page_bytes * os.sysconf("SC_PHYS_PAGES"),
+            free_memory_bytes=page_bytes * os.sysconf("SC_AVPHYS_PAGES"),
+        )
+
+    def bind_thread(self) -> None:
+        return None
+
+    def current_stream(self) -> Stream:
+        return self._caller_stream
+
+    def new_stream(self, name: str) -> Stream:
+        """Make a stream and its worker thread.
+
+        Raises:
+            BackendError: the backend is closed.
+        """
+        with self._lock:
+            self._refuse_if_closed("new_stream")
+        stream = WorkerStream(name, self._runtime, self._gate, self._cost, self._close_timeout_s, self._forget)
+        with self._lock:
+            closed_meanwhile = self._closed
+            if not closed_meanwhile:
+                self._streams = (*self._streams, stream)
+        if closed_meanwhile:
+            stream.close()
+            raise BackendError(f"new_stream({name!r}): the cpu_sim backend was closed meanwhile")
+        return stream
+
+    def pinned_arena(self, nbytes: int) -> SimPinnedArena:
+        """Allocate exactly `nbytes`, every page touched, every byte `POISON_BYTE`. Takes the simulated pin time.
+
+        Raises:
+            MemoryError: `max_pinned_bytes` or the operating system refused; the message names the size.
+            ValueError: `nbytes` is below 1.
+            BackendError: the backend is closed.
+        """
+        if nbytes < 1:
+            raise ValueError(f"pinned_arena: nbytes={nbytes} must be at least 1")
+        with self._lock:
+            self._refuse_if_closed("pinned_arena")
+        self._books.reserve_pinned(nbytes, self._max_pinned_bytes)
+        try:
+            buffer = poisoned_buffer(nbytes, f"pinned_arena({nbytes}) with max_pinned_bytes={self._max_pinned_bytes}")
+        except MemoryError:
+            self._books.unreserve_pinned(nbytes)
+            raise
+        if self._pin_seconds_per_byte:
+            self._runtime.sleep(nbytes * self._pin_seconds_per_byte)
+        return self._books.add_arena(buffer, nbytes if self._report_arenas_as_pinned else 0)
+
+    def snapshot_ring(self, depth: int, nbytes: int, device: torch.device) -> SimSnapshotRing:
+        """Allocate `depth` buffers of `nbytes` each, every byte `POISON_BYTE`.
+
+        Raises:
+            MemoryError: the operating system refused.
+            ValueError: `depth` or `nbytes` is below 1, or `device` is not the CPU.
+            BackendError: the backend is closed.
+        """
+        if depth < 1 or nbytes < 1:
+            raise ValueError(f"snapshot_ring: depth={depth} and nbytes={nbytes} must be at least 1")
+        if device.type != self.device_type:
+            raise ValueError(f"snapshot_ring: cpu_sim owns {self.device_type!r} tensors, not {device}")
+        with self._lock:
+            self._refuse_if_closed("snapshot_ring")
+        return self._books.add_ring(
+            tuple(poisoned_buffer(nbytes, f"snapshot_ring({depth}, {nbytes})") for _ in range(depth))
+        )
+
+    def copy_to_host(self, destination: torch.Tensor, source: torch.Tensor, stream: Stream) -> Event:
+        """Queue one copy on the stream's worker; the source stays referenced until it is done. Never blocks the caller.
+
+        Raises:
+            ValueError: shapes or dtypes differ, a tensor is not contiguous, the source is not a CPU tensor, or the
+                destination lies in no live arena of this backend. Nothing is queued.
+            BackendFeatureUnsupportedError: `stream` was not made by `new_stream`.
+            BackendError: the stream is closed.
+        """
+        if destination.shape != source.shape or destination.dtype != source.dtype:
+            raise ValueError(
+                f"copy_to_host: destination is {tuple(destination.shape)} {destination.dtype}, "
+                f"source is {tuple(source.shape)} {source.dtype}; both must be equal"
+            )
+        if not destination.is_contiguous() or not source.is_contiguous():
+            raise ValueError(
+                f"copy_to_host: destination strides {destination.stride()} and source strides {source.stride()} for "
+                f"shape {tuple(source.shape)}; both must be contiguous"
+            )
+        if not source.is_cpu:
+            raise ValueError(f"copy_to_host: source lies on {source.device}; cpu_sim owns CPU tensors only")
+        if not self._books.is_in_live_arena(destination):
+            raise ValueError(
+                f"copy_to_host: destination {tuple(destination.shape)} {destination.dtype} on {destination.device} "
+                "lies in no live pinned arena of this backend; carve it from pinned_arena(...).buffer"
+            )
+        if not isinstance(stream, WorkerStream):
+            raise BackendFeatureUnsupportedError(
+                f"copy_to_host: stream {stream.name!r} ({type(stream).__name__}) has no worker; "
+                "pass a stream made by this backend's new_stream"
+            )
+        return stream.queue_copy(destination, source)
+
+    def graph_padding(self, capture_sizes: tuple[int, ...]) -> CaptureSizePadding:
+        return CaptureSizePadding(capture_sizes)
+
+    def close(self) -> None:
+        """End every hold, run what is queued, end the workers, close arenas and rings. Idempotent.
+
+        Raises:
+            DeviceWaitTimeoutError: queued work has not run within `close_timeout_s`; the arenas and rings stay open.
+        """
+        with self._lock:
+            self._closed = True
+            streams = self._streams
+        self._gate.close()
+        for stream in streams:
+            stream.begin_close()
+        deadline_s = self._runtime.monotonic_s() + self._close_timeout_s
+        stuck: list[str] = []
+        for stream in streams:
+            try:
+                stream.finish_close(max(0.0, deadline_s - self._runtime.monotonic_s()))
+            except DeviceWaitTimeoutError as error:
+                stuck.append(str(error))
+        if stuck:
+            raise DeviceWaitTimeoutError("cpu_sim backend not closed: " + "; ".join(stuck))
+        self._books.close_all()
+
+    def _forget(self, stream: WorkerStream) -> None:
+        with self._lock:
+            self._streams = tuple(kept for kept in self._streams if kept is not stream)
+
+    def _name_of_stream_using(self, storage_address: int) -> str | None:
+        for stream in self._streams:
+            if stream.uses(storage_address):
+                return stream.name
+        return None
+
+    def _refuse_if_closed(self, call: str) -> None:
+        if self._closed:
+            raise BackendError(f"{call}: the cpu_sim backend is closed")
+
+
+def _check_number(option: str, value: float) -> None:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < math.inf:
+        raise BackendOptionError(f"cpu_sim: {option}={value!r} must be a finite number of at least 0")
+
+
+def _check_integer(option: str, value: int, *, at_least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
+        raise BackendOptionError(f"cpu_sim: {option}={value!r} must be an integer of at least {at_least}")

@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Arenas and snapshot rings with exact books: what is live, what was ever allocated, what may not be freed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from omni_core.backend.base import PinnedArena, SnapshotRing
+from omni_core.backend.errors import BackendError
+from omni_core.backend.memory import ByteCarver
+from omni_core.runtime import Runtime
+
+POISON_BYTE = 0xFF
+"""What fresh buffers hold: NaN in every floating dtype, -1 in every signed one, so a row nobody wrote shows."""
+
+
+def poisoned_buffer(nbytes: int, purpose: str) -> torch.Tensor:
+    """A fresh uint8 CPU tensor `(nbytes,)` with every page touched and every byte `POISON_BYTE`.
+
+    Raises:
+        MemoryError: the operating system refused; the message names `purpose` and the size.
+    """
+    try:
+        # An inference tensor could not be written by a thread outside inference mode.
+        with torch.inference_mode(False):
+            return torch.full((nbytes,), POISON_BYTE, dtype=torch.uint8, device="cpu")
+    except (RuntimeError, MemoryError) as error:
+        raise MemoryError(f"{purpose}: the operating system refused {nbytes} bytes ({error})") from error
+
+
+class MemoryBooks:
+    """Accounts for every arena and ring of one backend. Any thread.
+
+    Args:
+        runtime: makes the lock.
+        user_of: names the stream whose queued work still uses the storage at an address, or `None`.
+    """
+
+    def __init__(self, runtime: Runtime, user_of: Callable[[int], str | None]) -> None:
+        self._lock = runtime.lock("cpu_sim.memory")
+        self._user_of = user_of
+        self._arenas: dict[int, SimPinnedArena] = {}
+        self._rings: dict[int, SimSnapshotRing] = {}
+        self._pinned_bytes = 0
+        self._device_bytes = 0
+        self._pinned_allocations = 0
+        self._device_allocations = 0
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Bytes of live arenas."""
+        return self._pinned_bytes
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of live rings."""
+        return self._device_bytes
+
+    @property
+    def pinned_allocations(self) -> int:
+        """Arenas ever allocated."""
+        return self._pinned_allocations
+
+    @property
+    def device_allocations(self) -> int:
+        """Ring buffers ever allocated."""
+        return self._device_allocations
+
+    def is_in_live_arena(self, tensor: torch.Tensor) -> bool:
+        """Whether `tensor` is a view of a live arena's buffer. Takes no lock."""
+        return tensor.untyped_storage().data_ptr() in self._arenas
+
+    def reserve_pinned(self, nbytes: int, max_pinned_bytes: int | None) -> None:
+        """Count `nbytes` as pinned before they are allocated.
+
+        Raises:
+            MemoryError: `max_pinned_bytes` does not allow them; nothing is counted.
+        """
+        with self._lock:
+            if max_pinned_bytes is not None and self._pinned_bytes + nbytes > max_pinned_bytes:
+                raise MemoryError(
+                    f"pinned_arena({nbytes}): {self._pinned_bytes} bytes are pinned and "
+                    f"max_pinned_bytes={max_pinned_bytes}; raise it or ask for less"
+                )
+            self._pinned_bytes += nbytes
+
+    def unreserve_pinned(self, nbytes: int) -> None:
+        """Take a reservation back whose allocation failed."""
+        with self._lock:
+            self._pinned_bytes -= nbytes
+
+    def add_arena(self, buffer: torch.Tensor, reported_pinned_bytes: int) -> SimPinnedArena:
+        """Enter an arena over `buffer`, whose bytes are reserved."""
+        arena = SimPinnedArena(self, buffer, reported_pinned_bytes)
+        with self._lock:
+            self._arenas[arena.address] = arena
+            self._pinned_allocations += 1
+        return arena
+
+    def remove_arena(self, arena: SimPinnedArena, nbytes: int) -> None:
+        """Strike an arena out.
+
+        Raises:
+            BackendError: a queued copy still runs into it; nothing changes.
+        """
+        self._refuse_if_used("pinned arena", arena.address, nbytes)
+        with self._lock:
+            if self._arenas.pop(arena.address, None) is not None:
+                self._pinned_bytes -= nbytes
+
+    def add_ring(self, buffers: tuple[torch.Tensor, ...]) -> SimSnapshotRing:
+        """Enter a ring over `buffers`."""
+        ring = SimSnapshotRing(self, buffers)
+        with self._lock:
+            self._rings[id(ring)] = ring
+            self._device_bytes += ring.device_bytes
+            self._device_allocations += len(buffers)
+        return ring
+
+    def remove_ring(self, ring: SimSnapshotRing, buffers: tuple[torch.Tensor, ...]) -> None:
+        """Strike a ring out.
+
+        Raises:
+            BackendError: a queued copy still reads from it; nothing changes.
+        """
+        for buffer in buffers:
+            self._refuse_if_used("snapshot ring buffer", buffer.untyped_storage().data_ptr(), buffer.numel())
+        with self._lock:
+            if self._rings.pop(id(ring), None) is not None:
+                self._device_bytes -= sum(buffer.numel() for buffer in buffers)
+
+    def close_all(self) -> None:
+        """Close whatever is live; every stream must have ended."""
+        for arena in tuple(self._arenas.values()):
+            arena.close()
+        for ring in tuple(self._rings.values()):
+            ring.close()
+
+    def _refuse_if_used(self, what: str, address: int, nbytes: int) -> None:
+        stream_name = self._user_of(address)
+        if stream_name is not None:
+            raise BackendError(
+                f"{what} of {nbytes} bytes: closed while a copy queued on stream {stream_name!r} still uses it; "
+                "wait for the copy's event first"
+            )
+
+
+class SimPinnedArena(PinnedArena):
+    """A plain buffer accounted like page-locked memory."""
+
+    def __init__(self, books: MemoryBooks, buffer: torch.Tensor, reported_pinned_bytes: int) -> None:
+        self._books = books
+        self._buffer: torch.Tensor | None = buffer
+        self._address = buffer.untyped_storage().data_ptr()
+        self._reported_pinned_bytes = reported_pinned_bytes
+
+    @property
+    def address(self) -> int:
+        """Where the buffer's storage lies; identifies its views."""
+        return self._address
+
+    @property
+    def buffer(self) -> torch.Tensor:
+        if self._buffer is None:
+            raise BackendError("pinned arena: read after close")
+        return self._buffer
+
+    @property
+    def pinned_bytes(self) -> int:
+        return self._reported_pinned_bytes
+
+    def close(self) -> None:
+        """Give the bytes back. Idempotent.
+
+        Raises:
+            BackendError: a queued copy still runs into the arena, which stays open.
+        """
+        if self._buffer is not None:
+            self._books.remove_arena(self, self._buffer.numel())
+            self._buffer = None
+            self._reported_pinned_bytes = 0
+
+
+class SimSnapshotRing(SnapshotRing):
+    """Plain buffers accounted like device memory."""
+
+    def __init__(self, books: MemoryBooks, buffers: tuple[torch.Tensor, ...]) -> None:
+        self._books = books
+        self._buffers = buffers
+        self._carvers = tuple(ByteCarver(buffer) for buffer in buffers)
+        self._device_bytes = sum(buffer.numel() for buffer in buffers)
+
+    def slot(self, index: int) -> ByteCarver:
+        """The carver over buffer `index`, restarted.
+
+        Raises:
+            IndexError: no such buffer, or the ring is closed.
+        """
+        if not 0 <= index < len(self._carvers):
+            raise IndexError(f"snapshot ring has {len(self._carvers)} buffers, asked for {index}")
+        carver = self._carvers[index]
+        carver.restart()
+        return carver
+
+    @property
+    def device_bytes(self) -> int:
+        return self._device_bytes
+
+    def close(self) -> None:
+        """Free the buffers. Idempotent.
+
+        Raises:
+            BackendError: a queued copy still reads from a buffer; the ring stays open.
+        """
+        if self._buffers:
+            self._books.remove_ring(self, self._buffers)
+            self._buffers = ()
+            self._carvers = ()
+            self._device_bytes = 0

@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one suite every backend passes, from pytest or from a program.
+
+For pytest, name the backend in a subclass; every check becomes one test:
+
+    class TestMyBackend(BackendConformance):
+        backend_name = "mine"
+
+From a program, `run_conformance(factory)` returns one result per check. The checks use only the contract of
+`omni_core.backend.base`; pytest is not imported.
+"""
+
+from omni_core.backend.conformance.rig import BackendFactory, HoldsCopies
+from omni_core.backend.conformance.suite import (
+    CONFORMANCE_CHECKS,
+    BackendConformance,
+    CheckResult,
+    ConformanceCheck,
+    run_conformance,
+)
+
+__all__ = [
+    "CONFORMANCE_CHECKS",
+    "BackendConformance",
+    "BackendFactory",
+    "CheckResult",
+    "ConformanceCheck",
+    "HoldsCopies",
+    "run_conformance",
+]
