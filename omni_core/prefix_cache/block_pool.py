@@ -95,7 +95,9 @@ class PrefixBlockPool:
         nbytes = num_slots * spec.row_bytes
         reserved = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
         word = next(dtype for dtype in _WORDS if spec.row_bytes % dtype.itemsize == 0)
-        self._rows[key] = torch.frombuffer(reserved, dtype=word).view(num_slots, spec.row_bytes // word.itemsize)
+        with torch.inference_mode(False):  # an inference tensor could not be written by the committer
+            rows = torch.frombuffer(reserved, dtype=word).view(num_slots, spec.row_bytes // word.itemsize)
+        self._rows[key] = rows
         self._specs[key] = spec
 
     def gather(self, key: str, slots: npt.NDArray[np.int64], out: torch.Tensor) -> None:

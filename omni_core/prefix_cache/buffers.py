@@ -24,7 +24,8 @@ class HostBuffer:
     __slots__ = ("_bytes",)
 
     def __init__(self, nbytes: int) -> None:
-        self._bytes = torch.empty(nbytes, dtype=torch.uint8)
+        with torch.inference_mode(False):  # an inference tensor could not be written by our other threads
+            self._bytes = torch.empty(nbytes, dtype=torch.uint8)
 
     @property
     def nbytes(self) -> int:

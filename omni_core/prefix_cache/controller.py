@@ -72,7 +72,8 @@ class OmniPrefixCacheController:
 
     def record(self, inputs: StepInputs, slot: StagingSlot) -> StepRecord:
         """Clone a step's tensors and start their copy to host. Engine thread, no lock held; never blocks."""
-        return record_step(inputs, self._backend, slot, self.staging.device_carver(slot), self._copy_stream)
+        with torch.inference_mode(False):  # engines save under inference mode; our threads write outside it
+            return record_step(inputs, self._backend, slot, self.staging.device_carver(slot), self._copy_stream)
 
     def close(self, timeout_s: float, *, pages_free: bool) -> bool:
         """End the threads after `state.closing` was set, then free staging. No lock held.
@@ -85,8 +86,8 @@ class OmniPrefixCacheController:
             Whether all ended in time. If not, staging stays mapped, because someone may still be using it.
         """
         ended = self.committer.join(timeout_s) and self.prefetcher.join(timeout_s) and pages_free
-        self._copy_stream.close()
         if ended:
+            self._copy_stream.close()
             self.staging.close()
         else:
             logger.error("helper threads did not end within %s s; staging memory stays allocated", timeout_s)

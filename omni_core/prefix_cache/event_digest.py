@@ -28,9 +28,9 @@ class EventDigest:
 
     ended: tuple[str, ...]
     fresh_blocks: Slots
-    """Blocks that enter a request's table outside its hit span: each starts a new tenancy."""
-    copies: tuple[tuple[int, int], ...]
-    """(source, destination) blocks, in order."""
+    """Blocks that enter a request's table outside its hit span, copy destinations left out: new tenancies."""
+    copies: tuple[tuple[int, int, int], ...]
+    """(source block, destination block, rows from the block's start), in order."""
     started: tuple[StartedRequest, ...]
     refused: tuple[RequestError, ...]
     """Requests this version does not serve, with the reason."""
@@ -58,10 +58,8 @@ def digest_events(events: StepEvents, table: SlotTable) -> EventDigest:
             error = _refusal(event, hit_blocks, table.block_size)
             if error is not None:
                 refused.append(error)
-    copies = tuple((copy.source_block_id, copy.destination_block_id) for copy in events.block_copies)
-    for source, destination in copies:
-        named.extend((source, destination))
-        fresh.append(destination)
+    for copy in events.block_copies:
+        named.extend((copy.source_block_id, copy.destination_block_id))
     table.check_blocks(np.array(named, np.int64), "new_step_starts")
     refused_ids = {error.req_id for error in refused}
     started = tuple(
@@ -69,7 +67,27 @@ def digest_events(events: StepEvents, table: SlotTable) -> EventDigest:
         for event in events.requests
         if event.kind is RequestEventKind.STARTED and event.req_id not in refused_ids
     )
-    return EventDigest(tuple(ended), np.array(fresh, np.int64), copies, started, tuple(refused))
+    copies = _copies(events, table.block_size)
+    copied_onto = {destination for _, destination, _ in copies}
+    fresh_blocks = np.array([block for block in fresh if block not in copied_onto], np.int64)
+    return EventDigest(tuple(ended), fresh_blocks, copies, started, tuple(refused))
+
+
+def _copies(events: StepEvents, block_size: int) -> tuple[tuple[int, int, int], ...]:
+    """Of a block that a hit ends inside, only the rows of the hit are copied: the others are of other tokens."""
+    hit_rows = {
+        event.block_ids[event.num_computed_tokens // block_size]: event.num_computed_tokens % block_size
+        for event in events.requests
+        if event.num_computed_tokens % block_size and event.num_computed_tokens // block_size < len(event.block_ids)
+    }
+    return tuple(
+        (
+            copy.source_block_id,
+            copy.destination_block_id,
+            hit_rows.get(copy.destination_block_id, block_size),
+        )
+        for copy in events.block_copies
+    )
 
 
 def _refusal(event: RequestEvent, hit_blocks: int, block_size: int) -> RequestError | None:

@@ -98,6 +98,7 @@ class OmniPrefixCacheManager:
         )
         self._policy = ModelCachePolicy()
         self._classifier = OutputClassifier(config, self._policy)
+        self._closed = False
         self._steps_saved = self._steps_materialized = self._steps_discarded = 0
 
     def register_policy(self, policy: ModelCachePolicy) -> None:
@@ -165,8 +166,9 @@ class OmniPrefixCacheManager:
             The step id, to be consumed exactly once.
 
         Raises:
-            StepOrderError, LayoutMismatchError, SlotOutOfRangeError, BlockSizeMismatchError, KeyShapeChangedError,
-            StepTooLargeError, NoBackendForTensorError: wrong input; nothing was changed.
+            StepOrderError, LayoutMismatchError, SlotOutOfRangeError, BlockSizeMismatchError: wrong input; nothing was
+                changed.
+            KeyShapeChangedError, StepTooLargeError, NoBackendForTensorError: the same.
             OmniPrefixCacheStagingTimeoutError: unread steps hold every staging slot; names them.
             CacheFailedError, CacheClosedError: see `CacheState.problem`.
         """
@@ -227,8 +229,8 @@ class OmniPrefixCacheManager:
             Rows of every request that could be served; the others with their error in `failed`.
 
         Raises:
-            UnknownStepError, StepAlreadyMaterializedError, StepAlreadyDiscardedError, RequestNotInStepError,
-            FeatureUnsupportedError: misuse; nothing was changed.
+            UnknownStepError, StepAlreadyMaterializedError, StepAlreadyDiscardedError: misuse; nothing was changed.
+            RequestNotInStepError, FeatureUnsupportedError: the same.
             JoinTimeoutError: the step's copy did not complete in time. The step is consumed, its rows stay owed.
             CacheFailedError, CacheClosedError: see `CacheState.problem`. The step is consumed.
         """
@@ -377,14 +379,16 @@ class OmniPrefixCacheManager:
             )
 
     def close(self, timeout_s: float = 10.0) -> bool:
-        """Land what is queued, end the threads, free staging. Bounded by about twice `timeout_s`. Idempotent.
+        """Land what is queued, end the threads, free staging. Bounded by about three times `timeout_s`.
+
+        A call after a complete one does nothing; a call after an incomplete one tries again.
 
         Returns:
             Whether everything ended in time; if not, staging memory is left to the process rather than unmapped under
             a running copy.
         """
         with self._state.lock:
-            if self._state.closing:
+            if self._closed:
                 return True
             self._state.closing = True
             self._intake.end_unsaved_step()
@@ -392,7 +396,8 @@ class OmniPrefixCacheManager:
                 self._settlement.end_step(context)
             self._state.wake_all()
             pages_free = self._state.progress.wait_for(lambda: self._state.page_users == 0, timeout_s)
-        return self._controller.close(timeout_s, pages_free=pages_free)
+        self._closed = self._controller.close(timeout_s, pages_free=pages_free)
+        return self._closed
 
     # -- events, with the state lock held -----------------------------------------------------------------------------
 
@@ -477,4 +482,5 @@ class OmniPrefixCacheManager:
         self._runtime.checkpoint("materialize.join")
         runs = context.runs(tuple(req_ids))
         reads = {req_id: read for req_id in req_ids if (read := context.read_of(req_id)) is not None}
-        return join_step(context.record, runs, reads, self._controller.pool.specs, self._controller.buffers)
+        with torch.inference_mode(False):
+            return join_step(context.record, runs, reads, self._controller.pool.specs, self._controller.buffers)

@@ -16,7 +16,8 @@ from omni_core.prefix_cache.reads import ranges_of
 from omni_core.prefix_cache.slot_table import Slots
 
 UNKNOWN = -1
-"""Row of a request the table does not know."""
+"""Row of a request the table does not know: the last row of each column, which expects no position and has serial 0."""
+_EXPECTS_NOTHING = -1
 _INITIAL_ROWS = 64
 
 
@@ -44,7 +45,8 @@ class RequestTable:
     def __init__(self, max_partial_reports: int) -> None:
         self._row_of: dict[str, int] = {}
         self._free: list[int] = []
-        self._promised_upto = np.zeros(_INITIAL_ROWS, np.int64)
+        self._last_batch: tuple[tuple[str, ...], npt.NDArray[np.int64]] = ((), np.zeros(0, np.int64))
+        self._promised_upto = np.full(_INITIAL_ROWS, _EXPECTS_NOTHING, np.int64)
         self._failed = np.zeros(_INITIAL_ROWS, np.bool_)
         self._serials = np.zeros(_INITIAL_ROWS, np.int64)
         self._last_serial = 0
@@ -66,10 +68,12 @@ class RequestTable:
         else:
             row = self._num_rows
             self._num_rows += 1
-            if row == len(self._promised_upto):
-                self._promised_upto = np.concatenate((self._promised_upto, np.zeros_like(self._promised_upto)))
+            if self._num_rows == len(self._promised_upto):
+                blank = np.full_like(self._promised_upto, _EXPECTS_NOTHING)
+                self._promised_upto = np.concatenate((self._promised_upto, blank))
                 self._failed = np.concatenate((self._failed, np.zeros_like(self._failed)))
                 self._serials = np.concatenate((self._serials, np.zeros_like(self._serials)))
+        self._forget_batch()
         self._row_of[req_id] = row
         self._last_serial += 1
         self._serials[row] = self._last_serial
@@ -95,6 +99,7 @@ class RequestTable:
         row = self._row_of.pop(req_id, None)
         if row is None:
             return
+        self._forget_batch()
         self._free.append(row)
         self._errors.pop(req_id, None)
         owed = self._owed.pop(req_id, None)
@@ -109,12 +114,19 @@ class RequestTable:
         return count
 
     def rows(self, req_ids: tuple[str, ...]) -> npt.NDArray[np.int64]:
-        """`(len(req_ids),)` table rows, `UNKNOWN` where a request is not live."""
-        return np.fromiter(map(self._row_of.get, req_ids, repeat(UNKNOWN)), np.int64, len(req_ids))
+        """`(len(req_ids),)` table rows, `UNKNOWN` where a request is not live. Not to be written to."""
+        known_ids, rows = self._last_batch
+        if req_ids != known_ids:
+            rows = np.fromiter(map(self._row_of.get, req_ids, repeat(UNKNOWN)), np.int64, len(req_ids))
+            self._last_batch = (req_ids, rows)
+        return rows
 
     def unexpected(self, rows: npt.NDArray[np.int64], first_positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Indices of the batch's requests that are unknown, failed, or do not continue where they stopped."""
-        return np.flatnonzero((rows == UNKNOWN) | (self._promised_upto[rows] != first_positions) | self._failed[rows])
+        wrong = self._promised_upto[rows] != first_positions
+        if self._errors:
+            wrong |= self._failed[rows]
+        return wrong.nonzero()[0]
 
     def promised_upto(self, req_id: str) -> int:
         """Where the request's next row is expected."""
@@ -126,20 +138,20 @@ class RequestTable:
 
     def serials(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Which life of its id each row is: ids may be used again after a request ended. 0 for unknown requests."""
-        return np.where(rows == UNKNOWN, 0, self._serials[rows])
+        serials: npt.NDArray[np.int64] = self._serials[rows]
+        return serials
 
     def serial(self, req_id: str) -> int:
         """The serial of one request; 0 if it is not live."""
-        row = self._row_of.get(req_id, UNKNOWN)
-        return 0 if row == UNKNOWN else int(self._serials[row])
+        return int(self._serials[self._row_of.get(req_id, UNKNOWN)])
 
     def promise(self, rows: npt.NDArray[np.int64], next_positions: npt.NDArray[np.int64]) -> None:
         """A step was saved: its rows are promised. Unknown requests are skipped."""
-        known = rows != UNKNOWN
-        if known.all():
-            self._promised_upto[rows] = next_positions
-        else:
-            self._promised_upto[rows[known]] = next_positions[known]
+        self._promised_upto[rows] = next_positions
+        self._promised_upto[UNKNOWN] = _EXPECTS_NOTHING
+
+    def _forget_batch(self) -> None:
+        self._last_batch = ((), self._last_batch[1][:0])
 
     # -- the missing set ----------------------------------------------------------------------------------------------
 

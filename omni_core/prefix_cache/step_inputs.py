@@ -10,6 +10,7 @@ from enum import Enum
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from omni_core.prefix_cache.block_pool import RowSpec
@@ -103,9 +104,7 @@ def check_layout(layout: StepLayout, config: PrefixCacheConfig, num_tokens: int)
         )
     if num_tokens == 0:
         raise LayoutMismatchError("a step without rows is not saved; call new_step_starts alone")
-    steps = np.diff(positions)
-    steps[starts[1:-1] - 1] = 1
-    if (steps != 1).any() or positions.min() < 0:
+    if positions.min() < 0 or (num_tokens > len(req_ids) and not _are_consecutive(positions, starts)):
         raise LayoutMismatchError("positions of a request must be consecutive and not negative")
     if slots.max() >= config.num_slots or slots.min() < -1:
         bad = slots[(slots >= config.num_slots) | (slots < -1)][0]
@@ -113,14 +112,20 @@ def check_layout(layout: StepLayout, config: PrefixCacheConfig, num_tokens: int)
             f"slot {bad} lies outside the pool of num_blocks={config.num_blocks} x block_size={config.block_size} = "
             f"{config.num_slots} slots; build the cache with the engine's geometry"
         )
-    off = (slots % config.block_size != positions % config.block_size) & (slots >= 0)
-    if off.any():
-        at = int(np.argmax(off))
+    off = (slots - positions) % config.block_size != 0
+    if off.any() and (off & (slots >= 0)).any():
+        at = int(np.argmax(off & (slots >= 0)))
         raise BlockSizeMismatchError(
             f"slot {slots[at]} for position {positions[at]} cannot be right with block_size={config.block_size}: "
             f"offsets {slots[at] % config.block_size} and {positions[at] % config.block_size} differ; "
             "build the cache with the block size of the runner's block table"
         )
+
+
+def _are_consecutive(positions: npt.NDArray[np.int64], starts: npt.NDArray[np.int64]) -> bool:
+    steps = positions[1:] - positions[:-1]
+    steps[starts[1:-1] - 1] = 1
+    return bool((steps == 1).all())
 
 
 class OutputClassifier:
@@ -149,6 +154,11 @@ class OutputClassifier:
             LayoutMismatchError: hidden rows are missing, or fit neither row count.
             KeyShapeChangedError: a stored key came with another rank, width or dtype.
         """
+        if num_tokens_padded < num_tokens:
+            raise LayoutMismatchError(
+                f"num_tokens_padded={num_tokens_padded} is smaller than num_tokens_unpadded={num_tokens}; padding rows "
+                "come after the real ones"
+            )
         token_values: list[TokenValue] = []
         leftovers: list[LeftoverValue] = []
         decided: dict[str, KeyKind] = {}
@@ -166,8 +176,8 @@ class OutputClassifier:
             per_token = per_token and value.shape[0] in (num_tokens, num_tokens_padded)
             kind = self._kind(key, per_token, num_tokens, num_reqs, decided)
             if kind is KeyKind.TOKEN and per_token:
-                rows = value[:num_tokens]
-                self._check_spec(key, RowSpec(tuple(rows.shape[1:]), rows.dtype))
+                rows = _real_rows(value, num_tokens)
+                self._check_spec(key, rows)
                 token_values.append(TokenValue(key, rows, stored=True))
             else:
                 leftovers.append(self._leftover(key, value, kind, per_token, num_tokens, num_reqs))
@@ -186,8 +196,8 @@ class OutputClassifier:
                 f"hidden states have shape {tuple(hidden.shape)}; expected ({num_tokens} or {num_tokens_padded}, "
                 f"hidden_size={self._config.hidden_size})"
             )
-        rows = hidden[:num_tokens]
-        self._check_spec(HIDDEN_KEY, RowSpec(tuple(rows.shape[1:]), rows.dtype))
+        rows = _real_rows(hidden, num_tokens)
+        self._check_spec(HIDDEN_KEY, rows)
         return TokenValue(HIDDEN_KEY, rows, stored)
 
     def _kind(
@@ -212,11 +222,11 @@ class OutputClassifier:
             )
         return kind
 
-    def _check_spec(self, key: str, spec: RowSpec) -> None:
+    def _check_spec(self, key: str, rows: torch.Tensor) -> None:
         known = self._specs.get(key)
-        if known is not None and known != spec:
+        if known is not None and (known.trailing_shape != rows.shape[1:] or known.dtype != rows.dtype):
             raise KeyShapeChangedError(
-                f"key {key!r} came with rows {spec.trailing_shape} of {spec.dtype}, but is stored with rows "
+                f"key {key!r} came with rows {tuple(rows.shape[1:])} of {rows.dtype}, but is stored with rows "
                 f"{known.trailing_shape} of {known.dtype}; a key keeps its rank, width and dtype"
             )
 
@@ -231,8 +241,13 @@ class OutputClassifier:
             share = LeftoverShare.ENTRY if is_rowed and value.shape[0] == num_reqs else LeftoverShare.WHOLE
             return LeftoverValue(key, value, share)
         if per_token and kind is None:
-            return LeftoverValue(key, value[:num_tokens], LeftoverShare.SLICE)
+            return LeftoverValue(key, _real_rows(value, num_tokens), LeftoverShare.SLICE)
         return LeftoverValue(key, value, LeftoverShare.WHOLE)
+
+
+def _real_rows(value: torch.Tensor, num_tokens: int) -> torch.Tensor:
+    """The rows in front of graph padding; a view costs a torch operation, so none is made where there is no padding."""
+    return value if value.shape[0] == num_tokens else value[:num_tokens]
 
 
 def flatten(outputs: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:

@@ -52,9 +52,10 @@ class StepIntake:
         self.any_step_started = True
         for req_id in digest.ended:
             self._requests.end(req_id)
+        # The engine copies KV blocks in order and before the forward: a copy sees what its source held until now.
+        for source, destination, num_rows in digest.copies:
+            self._copy_block(source, destination, num_rows)
         self._table.start_tenancies(digest.fresh_blocks)
-        for source, destination in digest.copies:
-            self._copy_block(source, destination)
         for error in digest.refused:
             self._refusals.refuse(error)
         reads = []
@@ -74,19 +75,21 @@ class StepIntake:
                 reads.append(ReadRequest(request.req_id, positions, request.hit_slots, request.num_scheduled_tokens))
         self._started_reads = [self._planner.plan("the step under way", reads)] if reads else []
 
-    def _copy_block(self, source: int, destination: int) -> None:
-        offsets = np.arange(self._table.block_size, dtype=np.int64)
+    def _copy_block(self, source: int, destination: int, num_rows: int) -> None:
+        offsets = np.arange(num_rows, dtype=np.int64)
         source_slots = source * self._table.block_size + offsets
         destination_slots = destination * self._table.block_size + offsets
-        parts = []
-        write_id = self._table.next_write_id()
+        sources = {}
         for key in self._table.keys:
             present = self._table.present_ids(key, source_slots) != ABSENT
             if present.any():
-                parts.append(PoolRows(key, source_slots[present], destination_slots[present]))
-                self._table.claim((key,), destination_slots[present], write_id)
+                sources[key] = PoolRows(key, source_slots[present], destination_slots[present])
+        self._table.start_tenancies(np.array([destination], np.int64))
+        write_id = self._table.next_write_id()
+        for key, rows in sources.items():
+            self._table.claim((key,), rows.destination_slots, write_id)
         task = WriteTask(f"copy of block {source} to block {destination}", write_id, destination_slots)
-        task.copy_slots = tuple(parts)
+        task.copy_slots = tuple(sources.values())
         self._committer.enqueue(task)
 
     def end_unsaved_step(self) -> list[HostBuffer]:

@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Counts what a piece of code does, in things that do not depend on the machine: calls, torch operations, locks."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import CodeType, FrameType, ModuleType
+
+import torch
+from controlled_runtime import ControlledRuntime, TrackedCondition
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+_INLINED_LATER = frozenset({"<listcomp>", "<setcomp>", "<dictcomp>"})
+"""Comprehensions are frames of their own before Python 3.12 only."""
+
+
+@dataclass
+class CallCounts:
+    """Calls made by the code of some packages. What the called library does inside is not counted."""
+
+    python: int = 0
+    """Calls of Python functions, and resumptions of generators."""
+    c: int = 0
+    """Calls of functions and methods written in C."""
+
+
+@contextmanager
+def calls_made_by(*packages: ModuleType) -> Iterator[CallCounts]:
+    """Count the calls that the calling thread makes from, or into, the code of `packages` inside the block."""
+    roots = tuple(path for package in packages for path in package.__path__)
+    known: dict[CodeType, bool] = {}
+
+    def is_ours(code: CodeType) -> bool:
+        if code not in known:
+            known[code] = code.co_filename.startswith(roots)
+        return known[code]
+
+    counts = CallCounts()
+
+    def on_event(frame: FrameType, event: str, argument: object) -> None:
+        if event == "c_call":
+            counts.c += is_ours(frame.f_code)
+        elif event == "call" and frame.f_code.co_name not in _INLINED_LATER:
+            caller = frame.f_back
+            counts.python += is_ours(frame.f_code) or (caller is not None and is_ours(caller.f_code))
+
+    sys.setprofile(on_event)
+    try:
+        yield counts
+    finally:
+        sys.setprofile(None)
+
+
+@dataclass
+class TorchCounts:
+    """torch operations of one thread."""
+
+    ops: Counter[str] = field(default_factory=Counter)
+    """Name, such as `aten.copy_`, to how often."""
+    new_storages: int = 0
+    """Tensors given memory of their own."""
+
+    @property
+    def total(self) -> int:
+        return self.ops.total()
+
+
+class _TorchCounter(TorchDispatchMode):
+    def __init__(self, counts: TorchCounts) -> None:
+        super().__init__()
+        self._counts = counts
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        known = {_storage(leaf) for leaf in tree_leaves((args, kwargs or {})) if isinstance(leaf, torch.Tensor)}
+        result = func(*args, **(kwargs or {}))
+        self._counts.ops[str(func.overloadpacket)] += 1
+        made = {_storage(leaf) for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)}
+        self._counts.new_storages += len(made - known)
+        return result
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+@contextmanager
+def torch_operations() -> Iterator[TorchCounts]:
+    """Count the torch operations that the calling thread dispatches inside the block; other threads' are not seen."""
+    counts = TorchCounts()
+    with _TorchCounter(counts):
+        yield counts
+
+
+class WatchedRuntime(ControlledRuntime):
+    """Notes every torch operation, wait or further lock of a thread that holds a lock, and counts locks per thread.
+
+    Helper threads are watched from their first line; the test's own thread inside `watched()`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(around_thread=self.watched)
+        self.breaches: list[str] = []
+        self._own = threading.local()
+
+    @property
+    def locks_taken(self) -> int:
+        """How many times the calling thread has taken a lock."""
+        return getattr(self._own, "taken", 0)
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Watch the calling thread's torch operations inside the block."""
+        with _LockWatch(self):
+            yield
+
+    def check_no_lock_held(self, what: str, besides: str | None = None) -> None:
+        """Note a breach if the calling thread holds a lock other than `besides`."""
+        holding = [name for name in getattr(self._own, "held", ()) if name != besides]
+        if holding:
+            self.breaches.append(f"{threading.current_thread().name}: {what} while holding {', '.join(holding)}")
+
+    def sleep(self, seconds: float) -> None:
+        self.check_no_lock_held("sleep")
+        super().sleep(seconds)
+
+    def note_taken(self, name: str) -> None:
+        self.check_no_lock_held(f"takes lock {name!r}")
+        if not hasattr(self._own, "held"):
+            self._own.held = []
+        self._own.held.append(name)
+        self._own.taken = self.locks_taken + 1
+        super().note_taken(name)
+
+    def note_left(self, name: str) -> None:
+        self._own.held.remove(name)
+        super().note_left(name)
+
+    def note_waiting(self, thread: str, condition: TrackedCondition) -> None:
+        self.check_no_lock_held(f"waits for {condition.name!r}", besides=condition.lock.name)
+        super().note_waiting(thread, condition)
+
+
+class _LockWatch(TorchDispatchMode):
+    def __init__(self, runtime: WatchedRuntime) -> None:
+        super().__init__()
+        self._runtime = runtime
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self._runtime.check_no_lock_held(str(func))
+        return func(*args, **(kwargs or {}))
