@@ -72,7 +72,8 @@ class OmniPrefixCacheController:
 
     def record(self, inputs: StepInputs, slot: StagingSlot) -> StepRecord:
         """Clone a step's tensors and start their copy to host. Engine thread, no lock held; never blocks."""
-        with torch.inference_mode(False):  # engines save under inference mode; our threads write outside it
+        # Engines save under inference mode, whose tensors our threads may not write; or with gradients on.
+        with torch.inference_mode(False), torch.no_grad():
             return record_step(inputs, self._backend, slot, self.staging.device_carver(slot), self._copy_stream)
 
     def close(self, timeout_s: float, *, pages_free: bool) -> bool:

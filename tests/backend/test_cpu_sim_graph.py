@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from omni_core_cpu_sim import CaptureSizePadding, CpuSimBackend, GraphEmulator
 
@@ -19,7 +19,7 @@ def step_rows(step: int, num_tokens: int) -> torch.Tensor:
     return (step * 1000 + torch.arange(num_tokens * 3)).view(num_tokens, 3).to(torch.float32)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(sizes=st.sets(st.integers(1, 600), max_size=8), num_tokens=st.integers(1, 700))
 def test_a_step_is_padded_to_the_smallest_size_that_holds_it(sizes: set[int], num_tokens: int) -> None:
     padding = CaptureSizePadding(tuple(sorted(sizes)))

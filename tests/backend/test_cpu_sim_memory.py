@@ -130,6 +130,14 @@ def test_a_default_device_does_not_move_the_buffers(sim: CpuSimBackend) -> None:
     assert ring.slot(0).take((1,), torch.uint8).device == CPU
 
 
+def test_buffers_allocated_in_inference_mode_are_written_outside_it(sim: CpuSimBackend) -> None:
+    with torch.inference_mode():
+        arena, ring = sim.pinned_arena(64), sim.snapshot_ring(1, 64, CPU)
+    for view in (arena.buffer, ring.slot(0).take((64,), torch.uint8)):
+        view.fill_(3)
+        assert bool((view == 3).all())
+
+
 def test_device_facts_are_the_hosts(sim: CpuSimBackend) -> None:
     info = sim.device_info()
     assert (info.name, info.device) == ("CPU simulator", "cpu")

@@ -105,6 +105,18 @@ class CacheRig:
         for req_id in (*finish, *abort):
             self._tables.pop(req_id, None)
             self._computed.pop(req_id, None)
+        told += self._schedule(runs)
+        self.cache.new_step_starts(
+            StepEvents(tuple(told), tuple(BlockCopy(source, destination) for source, destination in copies))
+        )
+
+    def begin_as(self, events, *runs):
+        """Announce exactly `events`, whatever the engine then runs."""
+        self._schedule(runs)
+        self.cache.new_step_starts(StepEvents(tuple(events)))
+
+    def _schedule(self, runs):
+        told = []
         self.batch = []
         for run in runs:
             if run.is_new:
@@ -118,9 +130,7 @@ class CacheRig:
             last = first + run.run
             self._computed[run.req_id] = last
             self.batch.append(Batched(run.req_id, first, last, self.slots_of(run.req_id, first, last)))
-        self.cache.new_step_starts(
-            StepEvents(tuple(told), tuple(BlockCopy(source, destination) for source, destination in copies))
-        )
+        return told
 
     def slots_of(self, req_id, first, last):
         table, size = self._tables[req_id], self.config.block_size

@@ -116,8 +116,9 @@ class Rig:
 
     @property
     def copies_can_be_pending(self) -> bool:
-        """Whether a copy may still be running when `copy_to_host` returns."""
-        return self.backend.capabilities.async_copy
+        """Whether `stalled` can keep a copy from being done when `copy_to_host` returns."""
+        stalls = isinstance(self.backend, HoldsCopies) or self.device.type != "cpu"
+        return self.backend.capabilities.async_copy and stalls
 
     def page(self, nbytes: int) -> ByteCarver:
         """A carver over a fresh arena."""

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows of steps that were discarded, or not asked for, come with a later step, or are reported when there is none."""
+
+import torch
+from cache_rig import SHORT_S, more, new
+from row_values import assert_rows, row_values
+
+from omni_core.prefix_cache.errors import JoinTimeoutError
+from omni_core.prefix_cache.outputs import PartialRequest
+from omni_core.prefix_cache.policy import ModelCachePolicy
+
+CODES = {"codes": ((4,), torch.int64)}
+
+
+def test_rows_of_a_discarded_step_come_with_the_next_one(make_rig):
+    rig = make_rig(keys=CODES)
+    rig.cache.discard_step(rig.step(new("A", [1, 2], run=5), new("B", [3], run=2)))
+    taken = rig.run(more("A", 2), more("B", 1))
+    assert_rows(taken["A"], ("A", 0, 7))
+    assert_rows(taken["A"], ("A", 0, 7), key="codes", trailing=(4,), dtype=torch.int64)
+    assert_rows(taken["B"], ("B", 0, 3))
+    assert_rows(rig.run(more("A", 1))["A"], ("A", 7, 8))
+
+
+def test_a_hit_of_a_discarded_step_comes_with_the_next_one(rig):
+    rig.run(new("A", [1, 2], run=8))
+    rig.cache.discard_step(rig.step(new("C", [1, 2, 3], hit=8, run=2)))
+    assert_rows(rig.run(more("C", 1))["C"], ("A", 0, 8), ("C", 8, 11))
+
+
+def test_rows_not_asked_for_come_with_a_later_step(rig):
+    rig.run(new("Z", [9]))
+    step = rig.step(new("A", [1]), new("C", [9, 2], hit=4))
+    assert list(rig.take(step, "A")) == ["A"]
+    taken = rig.run(more("A", 1, blocks=[3]), more("C", 1, blocks=[4]))
+    assert_rows(taken["A"], ("A", 4, 5))
+    assert_rows(taken["C"], ("Z", 0, 4), ("C", 4, 9))
+
+
+def test_an_empty_take_consumes_the_step_and_owes_its_rows(rig):
+    step = rig.step(new("A", [1]))
+    outputs = rig.cache.materialize(step, [])
+    assert list(outputs) == []
+    assert outputs.failed == {}
+    assert_rows(rig.run(more("A", 1, blocks=[2]))["A"], ("A", 0, 5))
+
+
+def test_what_is_missing_need_not_be_one_range(rig):
+    first = rig.step(new("A", [1, 2, 3], run=2))
+    assert_rows(rig.run(more("A", 2))["A"], ("A", 2, 4))
+    third = rig.step(more("A", 3))
+    fourth = rig.step(more("A", 1))
+    rig.cache.discard_step(third)
+    rig.cache.discard_step(first)
+    assert_rows(rig.take(fourth, "A")["A"], ("A", 7, 8))
+    rows = rig.run(more("A", 1))["A"]
+    assert rows.ranges == ((0, 2), (4, 7), (8, 9))
+    assert rows.num_rows == 6
+    assert_rows(rows, ("A", 0, 2), ("A", 4, 7), ("A", 8, 9))
+
+
+def test_a_step_that_is_discarded_with_owed_rows_gives_them_back(rig):
+    rig.cache.discard_step(rig.step(new("A", [1, 2], run=3)))
+    rig.cache.discard_step(rig.step(more("A", 2)))
+    rig.take(rig.step(more("A", 1), new("B", [3])), "B")
+    assert_rows(rig.run(more("A", 1))["A"], ("A", 0, 7))
+
+
+def test_rows_of_a_hit_whose_step_was_never_saved_come_with_the_step_that_is(rig):
+    rig.run(new("A", [1]))
+    rig.begin(new("C", [1, 2], hit=4))
+    rig.begin(more("C", 2, at=4))
+    assert_rows(rig.take(rig.save())["C"], ("A", 0, 4), ("C", 4, 6))
+
+
+def test_an_ended_request_with_rows_never_delivered_is_reported_once_with_its_ranges(rig):
+    rig.run(new("Z", [9]))
+    rig.cache.discard_step(rig.step(new("A", [1, 2], run=5), new("B", [3], run=2), new("C", [9, 4], hit=4, run=1)))
+    rig.run(more("B", 1))
+    open_step = rig.step(more("A", 1))
+    rig.begin(finish=["A", "B"], abort=["C"])
+    reports = rig.cache.take_partial_requests()
+    assert set(reports) == {PartialRequest("C", ((0, 5),))} | {PartialRequest("A", ((0, 5),))} - {
+        PartialRequest("A", ((0, 5),))
+    }
+    # A's missing rows had moved into its open step and come with it.
+    assert_rows(rig.take(open_step, "A")["A"], ("A", 0, 6))
+    assert rig.cache.take_partial_requests() == ()
+
+
+def test_a_step_discarded_after_its_request_ended_is_reported(rig):
+    rig.run(new("A", [1, 2], run=3))
+    step = rig.step(more("A", 2))
+    rig.begin(finish=["A"])
+    assert rig.cache.take_partial_requests() == ()
+    rig.cache.discard_step(step)
+    assert rig.cache.take_partial_requests() == (PartialRequest("A", ((3, 5),)),)
+
+
+def test_reports_beyond_the_limit_drop_the_oldest(make_rig):
+    rig = make_rig(max_partial_reports=2)
+    for number in range(4):
+        rig.cache.discard_step(rig.step(new(f"r{number}", [1], run=2)))
+        rig.begin(finish=[f"r{number}"])
+    assert [report.req_id for report in rig.cache.take_partial_requests()] == ["r2", "r3"]
+
+
+def test_rows_of_a_step_whose_copy_was_late_stay_owed(make_rig):
+    rig = make_rig(join_timeout_s=60)
+    patient = make_rig(join_timeout_s=SHORT_S * 4)
+    del rig
+    with patient.held():
+        step = patient.step(new("A", [1]))
+        try:
+            patient.take(step, "A")
+        except JoinTimeoutError:
+            pass
+        else:
+            raise AssertionError("a step whose copy did not end was delivered")
+
+
+def test_leftover_rows_of_a_policy_without_hidden_rows_name_their_own_range(make_rig):
+    rig = make_rig(policy=ModelCachePolicy(needs_full_hidden_states=False), keys=CODES)
+    rig.cache.discard_step(rig.step(new("A", [1], run=3)))
+    rows = rig.run(more("A", 1))["A"]
+    assert rows.ranges == ((0, 4),)
+    assert_rows(rows, ("A", 0, 4), key="codes", trailing=(4,), dtype=torch.int64)
+    # Hidden rows are not stored by this policy: those of the discarded step are gone, and the range says so.
+    assert rows.ranges_of("__hidden_states__") == ((3, 4),)
+    assert torch.equal(rows.hidden_states, row_values("A", [3]))
+
+
+def test_counters_tell_hit_rows_from_computed_ones(rig):
+    rig.run(new("A", [1, 2], run=8))
+    rig.run(new("C", [1, 2, 3], hit=8, run=2))
+    rig.cache.discard_step(rig.step(more("C", 1)))
+    rig.run(more("C", 1))
+    stats = rig.cache.stats()
+    assert (stats.steps_saved, stats.steps_materialized, stats.steps_discarded) == (4, 3, 1)
+    assert stats.rows_delivered == 8 + 10 + 2
+    assert stats.rows_from_hits == 8 + 1
