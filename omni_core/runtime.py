@@ -118,7 +118,7 @@ class ThreadingRuntime(Runtime):
 
     def condition(self, lock: Lock, name: str) -> Condition:
         if not isinstance(lock, type(threading.Lock())):
-            raise TypeError(f"condition {name!r} needs a lock made by ThreadingRuntime.lock(), got {type(lock).__name__}")
+            raise TypeError(f"condition {name!r} needs a lock of ThreadingRuntime.lock(), got {type(lock).__name__}")
         return _ThreadingCondition(lock)
 
     def spawn(self, name: str, target: Callable[[], None]) -> ThreadHandle:

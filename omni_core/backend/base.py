@@ -61,7 +61,7 @@ class Event(ABC):
         """Block the calling thread until the work before the event is complete. Any bound thread; hold no lock.
 
         Raises:
-            DeviceWaitTimeoutError: `timeout_s` passed first.
+            DeviceWaitTimeoutError: `timeout_s` passed first; names the stream and the time.
             DeviceCopyError: the work failed.
         """
 
@@ -228,10 +228,14 @@ class DeviceBackend(ABC):
 
         Args:
             destination: contiguous CPU tensor inside a `PinnedArena`.
-            source: contiguous device tensor of the same shape and dtype.
+            source: contiguous device tensor of the same shape and dtype. The backend keeps it alive until the copy ends.
+            stream: from `new_stream`.
 
         Returns:
             The event that completes when `destination` may be read. Never blocks the caller.
+
+        Raises:
+            ValueError: shapes, dtypes or layouts do not fit, or the destination lies in no pinned arena; names them.
         """
 
     @abstractmethod
