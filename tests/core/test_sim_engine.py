@@ -292,6 +292,24 @@ def test_a_step_that_never_ran_may_be_tried_again():
         assert stage.oracle.rows_delivered == 24
 
 
+def test_a_copied_block_brings_the_rows_of_the_hit_and_no_others():
+    """The hit ends inside a block; the rows behind it are of other tokens, and must not come back as this prompt's."""
+    scheduler = replace(GEOMETRY, num_blocks=12, partial_block_hits=True)
+    delivered = {}
+    with stage_of(scheduler, keys=(FakeKey("codes", (3,), torch.int64),)) as stage:
+        for req_id, prompt, emitted in (
+            ("a", PROMPT, {"codes"}),
+            ("b", (*PROMPT[:6], 70, 71, 72), set()),  # copies block 1 of a; 6 of its rows are b's too
+            ("c", (*PROMPT[:6], 70, 71, 73), {"codes"}),  # hits both blocks of b
+        ):
+            stage.submit(SimRequest(req_id, prompt))
+            stage.build(stage.step(emitted=frozenset(emitted)))
+            stage.collect(lambda built: delivered.update(built.outputs))
+        assert stage.oracle.counts[RowKind.COPIED_BLOCK] == 4
+        assert delivered["c"].zero_ranges == {"codes": ((6, 8),)}
+        stage.run_to_end()
+
+
 def test_a_stage_says_which_steps_wait_when_too_many_do():
     with stage_of(staging_depth=2) as stage:
         stage.submit(SimRequest("a", PROMPT, max_output_tokens=9))
@@ -300,6 +318,22 @@ def test_a_stage_says_which_steps_wait_when_too_many_do():
         with pytest.raises(RuntimeError, match=r"steps \[\d+, \d+\] wait to be built, and staging_depth=2"):
             stage.step()
         stage.run_to_end()
+
+
+class RaisingCache(ReferenceCache):
+    """A defect of the cache itself."""
+
+    def materialize(self, step_id, req_ids, sampled_counts=None):
+        raise LookupError("the cache broke")
+
+
+@pytest.mark.parametrize("threaded_builder", [False, True], ids=["inline", "thread"])
+def test_what_the_cache_raises_for_a_builder_reaches_the_engine(threaded_builder):
+    config = StageConfig(GEOMETRY, threaded_builder=threaded_builder)
+    with SimStage(config, FakeModel(hidden_key(4)), make_cache=RaisingCache) as stage:
+        stage.submit(SimRequest("a", PROMPT))
+        with pytest.raises(LookupError, match="the cache broke"):
+            stage.run_to_end()
 
 
 # -- the judge ---------------------------------------------------------------------------------------------------------

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a simulated client asks for, and what the simulated model can see of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class ImageSpan:
+    """Positions of a prompt that stand for one image: the token ids are placeholders, the content is the identity."""
+
+    offset: int
+    """First position."""
+    length: int
+    """Positions covered, at least 1."""
+    identity: str
+    """Names the image's content; equal identities are equal images."""
+
+
+@dataclass(frozen=True, slots=True)
+class SimRequest:
+    """One request as a client sends it."""
+
+    req_id: str
+    prompt_token_ids: tuple[int, ...]
+    """At least one token."""
+    max_output_tokens: int = 1
+    """The request finishes when so many tokens were sampled. The last one is never computed, so a finished request
+    has `len(prompt_token_ids) + max_output_tokens - 1` rows."""
+    images: tuple[ImageSpan, ...] = ()
+    salt: str = ""
+    """Conditioning that is part of the request's identity: requests of other salt share no block and no row."""
+
+    def __post_init__(self) -> None:
+        """Check the request.
+
+        Raises:
+            ValueError: names the request and the field.
+        """
+        if not self.prompt_token_ids:
+            raise ValueError(f"request {self.req_id!r}: prompt_token_ids is empty")
+        if self.max_output_tokens < 1:
+            raise ValueError(f"request {self.req_id!r}: max_output_tokens={self.max_output_tokens}, must be at least 1")
+        for image in self.images:
+            if image.length < 1 or image.offset < 0 or image.offset + image.length > len(self.prompt_token_ids):
+                raise ValueError(f"request {self.req_id!r}: {image} lies outside the prompt")
+
+    @property
+    def max_rows(self) -> int:
+        """Rows the request has when it finishes."""
+        return len(self.prompt_token_ids) + self.max_output_tokens - 1
+
+    def image_at(self, position: int) -> ImageSpan | None:
+        """The image that covers `position`."""
+        for image in self.images:
+            if image.offset <= position < image.offset + image.length:
+                return image
+        return None
+
+
+class TokenTrack:
+    """A request with the tokens known so far. Tokens are only ever appended, so a prefix of it never changes."""
+
+    __slots__ = ("request", "token_ids")
+
+    def __init__(self, request: SimRequest) -> None:
+        self.request = request
+        self.token_ids: list[int] = list(request.prompt_token_ids)
+
+    @property
+    def req_id(self) -> str:
+        """The request's id."""
+        return self.request.req_id
+
+    def content(self, start: int, stop: int) -> Sequence[tuple[int, str, int]]:
+        """What stands at positions `[start, stop)`: token id, image identity or "", offset inside the image."""
+        if not self.request.images:
+            return [(token_id, "", 0) for token_id in self.token_ids[start:stop]]
+        found = []
+        for position in range(start, stop):
+            image = self.request.image_at(position)
+            identity, offset = (image.identity, position - image.offset) if image else ("", 0)
+            found.append((self.token_ids[position], identity, offset))
+        return found
