@@ -61,7 +61,7 @@ class ByteCarver:
         return self._used_bytes
 
     def restart(self) -> None:
-        """Start at the first byte again; views handed out before share bytes with later ones, or are handed out again."""
+        """Start at the first byte again: later views share bytes with earlier ones, and equal ones are reused."""
         self._used_bytes = 0
         self._num_taken = 0
 

@@ -61,6 +61,7 @@ class Committer:
         self._join_timeout_s = join_timeout_s
         self._queue: deque[WriteTask] = deque()
         self._current: WriteTask | None = None
+        self._paused = False
         self._last_row = np.zeros(table.num_slots, np.int32)
         self.landed_upto = 0
         """Every write with an id up to this has landed."""
@@ -69,9 +70,9 @@ class Committer:
         self._thread = runtime.spawn("omni-core-committer", self._run)
 
     @property
-    def idle(self) -> bool:
-        """No write is queued or running."""
-        return not self._queue and self._current is None
+    def writing(self) -> bool:
+        """A write is under way."""
+        return self._current is not None
 
     @property
     def open_tasks(self) -> tuple[WriteTask, ...]:
@@ -84,6 +85,15 @@ class Committer:
         if task.staging_slot is not None:
             task.staging_slot.hold(TASK_HOLDER)
         self._queue.append(task)
+        self._state.committer_work.notify_all()
+
+    def pause(self) -> None:
+        """Begin no further write until `go_on`; the one under way goes on."""
+        self._paused = True
+
+    def go_on(self) -> None:
+        """Undo `pause`."""
+        self._paused = False
         self._state.committer_work.notify_all()
 
     def drop_queue(self) -> int:
@@ -107,7 +117,9 @@ class Committer:
         self._backend.bind_thread()
         while True:
             with self._state.lock:
-                self._state.committer_work.wait_for(lambda: bool(self._queue) or self._state.closing, None)
+                self._state.committer_work.wait_for(
+                    lambda: (bool(self._queue) and not self._paused) or self._state.closing, None
+                )
                 if not self._queue:
                     return
                 task = self._queue.popleft()

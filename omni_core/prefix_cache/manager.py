@@ -320,7 +320,7 @@ class OmniPrefixCacheManager:
         they are answered with `RequestNotStartedError`.
 
         Raises:
-            JoinTimeoutError: the write under way did not end.
+            JoinTimeoutError: the write under way did not end; nothing was reset.
             CacheClosedError: the cache is closed.
         """
         committer = self._controller.committer
@@ -328,12 +328,15 @@ class OmniPrefixCacheManager:
         with self._state.lock:
             if self._state.closing:
                 raise CacheClosedError("reset: the cache is closed")
-            writes_dropped = committer.drop_queue()
-            idle = self._state.progress.wait_for(lambda: committer.idle, self.config.join_timeout_s)
+            committer.pause()
+            idle = self._state.progress.wait_for(lambda: not committer.writing, self.config.join_timeout_s)
+            if idle:
+                writes_dropped = committer.drop_queue()
+            committer.go_on()
             if not idle:
                 raise JoinTimeoutError(
-                    f"reset: the write under way did not end within join_timeout_s={self.config.join_timeout_s}: "
-                    f"{', '.join(map(str, committer.open_tasks))}"
+                    f"reset: the write under way did not end within join_timeout_s={self.config.join_timeout_s}, nothing "
+                    f"was reset: {', '.join(map(str, committer.open_tasks))}"
                 )
             rows_cleared = self._table.present_rows()
             failure = self._state.failure

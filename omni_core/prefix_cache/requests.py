@@ -123,10 +123,11 @@ class RequestTable:
 
     def unexpected(self, rows: npt.NDArray[np.int64], first_positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Indices of the batch's requests that are unknown, failed, or do not continue where they stopped."""
-        wrong = self._promised_upto[rows] != first_positions
+        wrong: npt.NDArray[np.bool_] = self._promised_upto[rows] != first_positions
         if self._errors:
             wrong |= self._failed[rows]
-        return wrong.nonzero()[0]
+        (indices,) = wrong.nonzero()
+        return indices
 
     def promised_upto(self, req_id: str) -> int:
         """Where the request's next row is expected."""

@@ -202,9 +202,7 @@ def test_a_chain_of_copies_in_one_step(rig):
 
 def test_a_chain_of_copies_in_the_other_order_moves_what_each_source_held(rig):
     rig.run(new("A", [1]), new("B", [2]))
-    taken = rig.run(
-        new("C", [3, 4], hit=4), new("D", [2, 5], hit=4), copies=[(2, 3), (1, 2)], finish=["A", "B"]
-    )
+    taken = rig.run(new("C", [3, 4], hit=4), new("D", [2, 5], hit=4), copies=[(2, 3), (1, 2)], finish=["A", "B"])
     assert_rows(taken["C"], ("B", 0, 4), ("C", 4, 8))
     assert_rows(taken["D"], ("A", 0, 4), ("D", 4, 8))
 

@@ -177,10 +177,10 @@ def test_a_key_of_another_shape_or_dtype_is_refused_before_anything_changes(make
     rig = make_rig(keys={"codes": ((4,), torch.float32)})
     rig.run(new("A", [1]))
     rig.begin(new("B", [2]))
-    before = rig.cache.stats()
+    before = rig.stats()
     with pytest.raises(KeyShapeChangedError, match=r"'codes'.*\(4,\) of torch.float32"):
         rig.save({"codes": value}, keys=())
-    assert rig.cache.stats() == before
+    assert rig.stats() == before
     assert_rows(rig.take(rig.save())["B"], ("B", 0, 4), key="codes", trailing=(4,))
 
 

@@ -91,7 +91,7 @@ def test_a_wait_ends_when_its_time_is_over(runtime: ThreadingRuntime) -> None:
 
 
 def test_a_condition_needs_a_lock_of_this_runtime(runtime: ThreadingRuntime) -> None:
-    with pytest.raises(TypeError, match=r"condition 'tables\.changed' needs a lock made by .*, got RLock"):
+    with pytest.raises(TypeError, match=r"condition 'tables\.changed' needs a lock of .*, got RLock"):
         runtime.condition(threading.RLock(), "tables.changed")
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Drives the public API of the prefix cache the way an engine does, with a block-table arithmetic of its own."""
 
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,11 +11,14 @@ from omni_core_cpu_sim import CpuSimBackend
 from row_values import row_values
 
 from omni_core.prefix_cache.config import HIDDEN_KEY, PrefixCacheConfig
+from omni_core.prefix_cache.errors import CacheClosedError, CacheFailedError
 from omni_core.prefix_cache.events import BlockCopy, RequestEvent, RequestEventKind, StepEvents, StepLayout
 from omni_core.prefix_cache.manager import OmniPrefixCacheManager
 
 SHORT_S = 0.05
 """A time limit that is meant to pass."""
+BRIEF_S = 0.5
+"""The same, for a cache that afterwards has to serve within the same limit on a loaded machine."""
 
 
 @dataclass(frozen=True)
@@ -105,17 +108,18 @@ class CacheRig:
         for req_id in (*finish, *abort):
             self._tables.pop(req_id, None)
             self._computed.pop(req_id, None)
-        told += self._schedule(runs)
+        told += self.schedule(*runs)
         self.cache.new_step_starts(
             StepEvents(tuple(told), tuple(BlockCopy(source, destination) for source, destination in copies))
         )
 
     def begin_as(self, events, *runs):
         """Announce exactly `events`, whatever the engine then runs."""
-        self._schedule(runs)
+        self.schedule(*runs)
         self.cache.new_step_starts(StepEvents(tuple(events)))
 
-    def _schedule(self, runs):
+    def schedule(self, *runs):
+        """Make these runs the step under way; returns what the cache would have to be told."""
         told = []
         self.batch = []
         for run in runs:
@@ -212,8 +216,15 @@ class CacheRig:
         assert not call.done
         return call
 
+    def stats(self):
+        """The cache's numbers once every write has landed: equal before and after a call that changed nothing."""
+        self.cache.flush(PATIENCE_S)
+        return self.cache.stats()
+
     def assert_nothing_held(self):
-        """No step, read, pin, write or staging slot is held."""
+        """No step, read, pin, write or staging slot is held once every write has ended."""
+        with suppress(CacheFailedError, CacheClosedError):
+            self.cache.flush(PATIENCE_S)
         stats = self.cache.stats()
         held = {
             "open_steps": stats.open_steps,

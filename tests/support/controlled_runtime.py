@@ -61,11 +61,15 @@ class StopPoint:
 
     def __init__(self, runtime, name):
         self._runtime = runtime
-        self._name = name
+        self.name = name
 
     def wait_reached(self, count=1):
         """Until `count` threads stand here."""
-        self._runtime.wait_standing(self._name, count)
+        self._runtime.wait_standing(self.name, count)
+
+    def open(self):
+        """Let everyone pass from now on; the end of the block does the same."""
+        self._runtime.open(self)
 
 
 class Call:
@@ -103,7 +107,7 @@ class ControlledRuntime(ThreadingRuntime):
         """`around_thread()` is entered on each new thread, around its work."""
         self._around_thread = around_thread
         self._monitor = threading.Condition()
-        self._stopped = Counter()
+        self._stopping = []
         self._standing = Counter()
         self.passed = Counter()
         self._asleep = set()
@@ -134,7 +138,7 @@ class ControlledRuntime(ThreadingRuntime):
         with self._monitor:
             self._standing[name] += 1
             self._monitor.notify_all()
-            opened = self._monitor.wait_for(lambda: not self._stopped[name], PATIENCE_S)
+            opened = self._monitor.wait_for(lambda: all(point.name != name for point in self._stopping), PATIENCE_S)
             self._standing[name] -= 1
             self.passed[name] += 1
             self._monitor.notify_all()
@@ -145,14 +149,19 @@ class ControlledRuntime(ThreadingRuntime):
     @contextmanager
     def stop_at(self, name):
         """No thread passes checkpoint `name` until the block ends."""
+        point = StopPoint(self, name)
         with self._monitor:
-            self._stopped[name] += 1
+            self._stopping.append(point)
         try:
-            yield StopPoint(self, name)
+            yield point
         finally:
-            with self._monitor:
-                self._stopped[name] -= 1
-                self._monitor.notify_all()
+            self.open(point)
+
+    def open(self, point):
+        with self._monitor:
+            if point in self._stopping:
+                self._stopping.remove(point)
+            self._monitor.notify_all()
 
     def wait_standing(self, name, count):
         with self._monitor:

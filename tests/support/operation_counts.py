@@ -22,10 +22,10 @@ _INLINED_LATER = frozenset({"<listcomp>", "<setcomp>", "<dictcomp>"})
 
 @dataclass
 class CallCounts:
-    """Calls made by the code of some packages. What the called library does inside is not counted."""
+    """Calls made by the code of some packages. What a library does inside when it is called is not counted."""
 
     python: int = 0
-    """Calls of Python functions, and resumptions of generators."""
+    """Calls of Python functions, resumptions of generators included."""
     c: int = 0
     """Calls of functions and methods written in C."""
 
@@ -42,13 +42,18 @@ def calls_made_by(*packages: ModuleType) -> Iterator[CallCounts]:
         return known[code]
 
     counts = CallCounts()
+    inside_c: list[FrameType] = []
 
     def on_event(frame: FrameType, event: str, argument: object) -> None:
         if event == "c_call":
             counts.c += is_ours(frame.f_code)
+            inside_c.append(frame)
+        elif event in ("c_return", "c_exception"):
+            del inside_c[-1:]
         elif event == "call" and frame.f_code.co_name not in _INLINED_LATER:
             caller = frame.f_back
-            counts.python += is_ours(frame.f_code) or (caller is not None and is_ours(caller.f_code))
+            called_by_c = bool(inside_c) and inside_c[-1] is caller
+            counts.python += is_ours(frame.f_code) or (caller is not None and is_ours(caller.f_code) and not called_by_c)
 
     sys.setprofile(on_event)
     try:
@@ -108,10 +113,14 @@ class WatchedRuntime(ControlledRuntime):
         self.breaches: list[str] = []
         self._own = threading.local()
 
-    @property
-    def locks_taken(self) -> int:
-        """How many times the calling thread has taken a lock."""
-        return getattr(self._own, "taken", 0)
+    @contextmanager
+    def locks_taken(self) -> Iterator[list[str]]:
+        """Names of the locks the calling thread takes inside the block, in order."""
+        self._own.taken = []
+        try:
+            yield self._own.taken
+        finally:
+            del self._own.taken
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -134,7 +143,8 @@ class WatchedRuntime(ControlledRuntime):
         if not hasattr(self._own, "held"):
             self._own.held = []
         self._own.held.append(name)
-        self._own.taken = self.locks_taken + 1
+        if hasattr(self._own, "taken"):
+            self._own.taken.append(name)
         super().note_taken(name)
 
     def note_left(self, name: str) -> None:

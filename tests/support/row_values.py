@@ -26,11 +26,12 @@ def row_values(req_id, positions, key=HIDDEN_KEY, trailing=(3,), dtype=torch.flo
     width = math.prod(trailing)
     request, output = request_code(req_id), key_code(key)
     if width >= 3:
-        codes = (at % 128, torch.full_like(at, request), torch.full_like(at, output))
-        columns = [codes[column % 3] + column // 3 for column in range(width)]
+        codes = torch.stack([at % 128, torch.full_like(at, request), torch.full_like(at, output)], dim=1)
+        column = torch.arange(width)
+        values = codes[:, column % 3] + column % 41
     else:
-        columns = [at + 1_000 * request + 250_000 * output, -at - 1][:width]
-    return torch.stack(columns, dim=1).to(dtype).reshape(len(at), *trailing)
+        values = torch.stack([at + 1_000 * request + 250_000 * output, -at - 1][:width], dim=1)
+    return values.to(dtype).reshape(len(at), *trailing)
 
 
 def merged_ranges(pieces):
@@ -47,7 +48,9 @@ def merged_ranges(pieces):
 def assert_rows(rows, *pieces, key=HIDDEN_KEY, trailing=(3,), dtype=torch.float32):
     """`rows` (a `RequestRows`) holds for `key` exactly these pieces: `(who computed it, start, stop)`, in order."""
     assert rows.ranges_of(key) == merged_ranges(pieces)
-    expected = torch.cat([row_values(req_id, range(first, last), key, trailing, dtype) for req_id, first, last in pieces])
+    expected = torch.cat(
+        [row_values(req_id, range(first, last), key, trailing, dtype) for req_id, first, last in pieces]
+    )
     found = rows[key]
     assert found.dtype == dtype
     assert found.shape == expected.shape

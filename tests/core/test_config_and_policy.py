@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings and policies are checked when they are made; a message names the setting, its value and the rule."""
+
+import dataclasses
+import re
+
+import pytest
+import torch
+
+from omni_core.prefix_cache.config import PrefixCacheConfig
+from omni_core.prefix_cache.errors import InvalidConfigError
+from omni_core.prefix_cache.policy import MODEL_POLICY_ATTRIBUTE, ModelCachePolicy
+
+GOOD = {"num_blocks": 8, "block_size": 4, "hidden_size": 6, "hidden_dtype": torch.bfloat16, "max_num_tokens": 32}
+
+BAD_SETTINGS = [
+    *[
+        (name, value)
+        for name in ("num_blocks", "block_size", "hidden_size", "max_num_tokens", "staging_depth")
+        for value in (0, -1, True, 1.0, "4", None)
+    ],
+    *[
+        (name, value)
+        for name in ("extra_row_bytes", "extra_step_bytes", "max_recycled_bytes", "max_partial_reports")
+        for value in (-1, False, 0.5, None)
+    ],
+    *[
+        (name, value)
+        for name in ("staging_claim_timeout_s", "join_timeout_s")
+        for value in (0, -1.0, float("inf"), float("nan"), "1", None)
+    ],
+    ("hidden_dtype", "float32"),
+    ("hidden_dtype", None),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), BAD_SETTINGS)
+def test_a_setting_that_cannot_work_is_refused_by_name(name, value):
+    with pytest.raises(InvalidConfigError, match=re.escape(f"{name}={value!r}: must be")):
+        PrefixCacheConfig(**GOOD | {name: value})
+    with pytest.raises(ValueError, match=name):
+        PrefixCacheConfig(**GOOD | {name: value})
+
+
+def test_sizes_follow_from_the_settings():
+    config = PrefixCacheConfig(**GOOD, extra_row_bytes=10, extra_step_bytes=100, staging_depth=3)
+    assert config.num_slots == 32
+    assert config.hidden_row_bytes == 12
+    assert config.staging_arena_bytes == 32 * (12 + 10) + 100
+    assert config.pool_bytes(12) == 32 * 12
+
+
+def test_a_config_cannot_be_changed():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        PrefixCacheConfig(**GOOD).block_size = 8
+
+
+# -- policies
+
+
+def test_a_policy_takes_any_collection_and_keeps_sets():
+    policy = ModelCachePolicy(token_keys=["a", "b", "a"], request_keys=("c",))
+    assert policy.token_keys == frozenset({"a", "b"})
+    assert policy.request_keys == frozenset({"c"})
+    assert policy.deferred_keys == frozenset()
+    assert policy.needs_full_hidden_states is True
+
+
+@pytest.mark.parametrize(
+    "pair", [("token_keys", "request_keys"), ("token_keys", "deferred_keys"), ("request_keys", "deferred_keys")]
+)
+def test_a_key_declared_twice_is_refused(pair):
+    with pytest.raises(InvalidConfigError, match=f"'x' is declared in {pair[0]} and in {pair[1]}"):
+        ModelCachePolicy(**{key: {"x"} for key in pair})
+
+
+@pytest.mark.parametrize("name", ["token_keys", "request_keys", "deferred_keys"])
+def test_one_string_is_no_collection_of_keys(name):
+    with pytest.raises(InvalidConfigError, match=f"{name}='codes'"):
+        ModelCachePolicy(**{name: "codes"})
+
+
+class Model:
+    """A model that declares what it is given."""
+
+    def __init__(self, *declared):
+        if declared:
+            setattr(self, MODEL_POLICY_ATTRIBUTE, declared[0])
+
+
+def test_a_models_declaration_is_taken():
+    policy = ModelCachePolicy(token_keys={"codes"})
+    assert ModelCachePolicy.from_model(Model(policy)) is policy
+    mapping = {"token_keys": ["codes"], "needs_full_hidden_states": False}
+    assert ModelCachePolicy.from_model(Model(mapping)) == ModelCachePolicy(
+        token_keys={"codes"}, needs_full_hidden_states=False
+    )
+    assert ModelCachePolicy.from_model(Model()) == ModelCachePolicy()
+    assert ModelCachePolicy.from_model(Model(None)) == ModelCachePolicy()
+
+
+@pytest.mark.parametrize(
+    ("declared", "message"),
+    [
+        ({"tokenkeys": []}, "Model.omni_cache_policy has unknown field 'tokenkeys'; known: .*token_keys"),
+        (["codes"], "Model.omni_cache_policy is a list"),
+        ({"token_keys": ["x"], "request_keys": ["x"]}, "'x' is declared in token_keys and in request_keys"),
+    ],
+)
+def test_a_declaration_that_makes_no_sense_is_refused(declared, message):
+    with pytest.raises(InvalidConfigError, match=message):
+        ModelCachePolicy.from_model(Model(declared))

@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A stand-in for vLLM's V1 runner: the attributes and the two-call step of the real one, on a few kilobytes.
+
+A hidden row says whose it is: `(token, position, sum of the tokens before)`. Rows are padded as a graph pads them.
+"""
+
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+
+BLOCK_SIZE = 4
+HIDDEN_SIZE = 4
+PADDING = 3
+MAX_REQS = 8
+MAX_LEN = 64
+
+
+def row_of(tokens, position):
+    """The hidden row of a token prefix at a position."""
+    return [float(tokens[position]), float(position), float(sum(tokens[:position])), 1.0]
+
+
+class FakeModel:
+    """A model with one output per token beside its hidden state."""
+
+    def __init__(self):
+        self.taken = 0
+        self.codes = torch.empty(0)
+
+    def take_stage_outputs(self):
+        self.taken += 1
+        return {"codes": self.codes}
+
+
+class FakeRunner:
+    """Keeps a persistent batch the way vLLM's runner does, and computes rows from it."""
+
+    is_pooling_model = False
+
+    def __init__(self, model=None):
+        self.model = model or FakeModel()
+        self.device = torch.device("cpu")
+        table = SimpleNamespace(
+            block_size=BLOCK_SIZE, block_table=SimpleNamespace(np=np.zeros((MAX_REQS, MAX_LEN // BLOCK_SIZE), np.int32))
+        )
+        self.input_batch = SimpleNamespace(
+            req_ids=[],
+            num_computed_tokens_cpu=np.zeros(MAX_REQS, np.int32),
+            token_ids_cpu=np.zeros((MAX_REQS, MAX_LEN), np.int32),
+            is_token_ids=np.ones((MAX_REQS, MAX_LEN), np.bool_),
+            block_table=[table],
+        )
+        self.query_start_loc = SimpleNamespace(np=np.zeros(MAX_REQS + 1, np.int32))
+        self.positions = torch.zeros(MAX_LEN * MAX_REQS, dtype=torch.int64)
+        self.input_ids = SimpleNamespace(gpu=torch.zeros(MAX_LEN * MAX_REQS, dtype=torch.int32))
+        self.execute_model_state = None
+        self.forwards = 0
+        self._num_tokens = {}
+
+    def get_model(self):
+        return self.model
+
+    def dummy_run(self):
+        self._forward([[9]], [[0]])
+
+    @torch.inference_mode()
+    def execute_model(self, scheduler_output, intermediate_tensors=None):
+        self._update(scheduler_output)
+        batch = self.input_batch
+        counts = [scheduler_output.num_scheduled_tokens[req_id] for req_id in batch.req_ids]
+        if not counts:
+            return "nothing to do"
+        firsts = [int(batch.num_computed_tokens_cpu[index]) for index in range(len(counts))]
+        positions = [list(range(first, first + count)) for first, count in zip(firsts, counts, strict=True)]
+        tokens = [batch.token_ids_cpu[index].tolist() for index in range(len(counts))]
+        flat = [position for run in positions for position in run]
+        fed = [tokens[index][position] for index, run in enumerate(positions) for position in run]
+        self.query_start_loc.np[: len(counts) + 1] = np.concatenate(([0], np.cumsum(counts)))
+        self.positions[: len(flat)] = torch.tensor(flat)
+        self.input_ids.gpu[: len(flat)] = torch.tensor(fed, dtype=torch.int32)
+        self.execute_model_state = SimpleNamespace(hidden_states=self._forward(tokens, positions))
+        return None
+
+    def sample_tokens(self, sampled):
+        """Use the state up; `sampled` maps a request to its next token."""
+        self.execute_model_state = None
+        batch = self.input_batch
+        for index, req_id in enumerate(batch.req_ids):
+            if req_id in sampled:
+                batch.token_ids_cpu[index, self._num_tokens[req_id]] = sampled[req_id]
+                self._num_tokens[req_id] += 1
+
+    def _forward(self, tokens, positions):
+        self.forwards += 1
+        rows = [row_of(tokens[index], position) for index, run in enumerate(positions) for position in run]
+        rows += [[-1.0] * HIDDEN_SIZE] * PADDING
+        hidden = torch.tensor(rows)
+        if isinstance(self.model, FakeModel):
+            self.model.codes = (hidden[:, :2] * 7).to(torch.int32)
+        return hidden
+
+    def _update(self, scheduler_output):
+        batch = self.input_batch
+        table = batch.block_table[0].block_table.np
+        for req_id in scheduler_output.finished_req_ids & set(batch.req_ids):
+            index = batch.req_ids.index(req_id)
+            batch.req_ids.pop(index)
+            for array in (batch.num_computed_tokens_cpu, batch.token_ids_cpu, table):
+                array[index:-1] = array[index + 1 :].copy()
+        for new in scheduler_output.scheduled_new_reqs:
+            index = len(batch.req_ids)
+            batch.req_ids.append(new.req_id)
+            batch.token_ids_cpu[index, : len(new.prompt_token_ids)] = new.prompt_token_ids
+            batch.num_computed_tokens_cpu[index] = new.num_computed_tokens
+            table[index, : len(new.block_ids[0])] = new.block_ids[0]
+            self._num_tokens[new.req_id] = len(new.prompt_token_ids)
+        cached = scheduler_output.scheduled_cached_reqs
+        for req_id, blocks, computed in zip(
+            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+        ):
+            index = batch.req_ids.index(req_id)
+            batch.num_computed_tokens_cpu[index] = computed
+            if blocks:
+                held = -(-computed // BLOCK_SIZE)
+                table[index, held : held + len(blocks[0])] = blocks[0]
+
+
+def scheduled(new=(), running=(), finished=()):
+    """A scheduler output.
+
+    `new`: (req_id, prompt, block ids, computed, scheduled). `running`: (req_id, computed, scheduled, new block ids).
+    """
+    counts = {req_id: count for req_id, _, _, _, count in new} | {req_id: count for req_id, _, count, _ in running}
+    return SimpleNamespace(
+        scheduled_new_reqs=[
+            SimpleNamespace(req_id=req_id, prompt_token_ids=prompt, block_ids=(blocks,), num_computed_tokens=computed)
+            for req_id, prompt, blocks, computed, _ in new
+        ],
+        scheduled_cached_reqs=SimpleNamespace(
+            req_ids=[req_id for req_id, _, _, _ in running],
+            new_block_ids=[(blocks,) if blocks else None for _, _, _, blocks in running],
+            num_computed_tokens=[computed for _, computed, _, _ in running],
+            resumed_req_ids=set(),
+        ),
+        num_scheduled_tokens=counts,
+        total_num_scheduled_tokens=sum(counts.values()),
+        finished_req_ids=set(finished),
+        kv_cache_block_copies=None,
+    )
