@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The worker for vLLM on CPU: `LLM(worker_cls="omni_core.integrations.vllm.cpu_worker.OmniCpuWorker")`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+from omni_core.integrations.vllm.session import DEFAULT_FLUSH_TIMEOUT_S, StageSession
+from omni_core.integrations.vllm.settings import OmniSettings
+from omni_core.integrations.vllm.stage import open_stage
+from omni_core.integrations.vllm.versions import adopt_engine_logging
+
+
+class OmniCpuWorker(CPUWorker):  # type: ignore[misc]  # vLLM ships no types, so its class is Any to the checker
+    """vLLM's CPU worker; its runner adopts Omni Core's hooks when the KV cache is made, if the gate lets it."""
+
+    omni_core_session: StageSession | None = None
+
+    def init_device(self) -> None:
+        """Run vLLM's own, after the settings were checked: a wrong setting stops start-up before anything is loaded.
+
+        Raises:
+            SettingsError: the `omni_core` section of `additional_config` cannot be run with.
+        """
+        adopt_engine_logging()
+        self.omni_core_settings = OmniSettings.from_additional_config(self.vllm_config.additional_config)
+        super().init_device()
+
+    def initialize_from_config(self, kv_cache_config: Any) -> None:
+        """Run vLLM's own; then the gate is asked and the stage gets its cache.
+
+        Raises:
+            GateRefusedError: a cache was asked for that cannot give right rows here.
+        """
+        super().initialize_from_config(kv_cache_config)
+        if self.omni_core_session is not None:
+            self.omni_core_session.close()
+        self.omni_core_session = open_stage(
+            self.omni_core_settings,
+            self.vllm_config,
+            kv_cache_config,
+            self.model_runner,
+            uses_v2_runner=self.use_v2_model_runner,
+        )
+
+    def omni_core_flush(
+        self, still_running: Sequence[str] = (), timeout_s: float = DEFAULT_FLUSH_TIMEOUT_S
+    ) -> dict[str, Any]:
+        """`StageSession.flush`, for `llm.collective_rpc("omni_core_flush")`; returns the report after it."""
+        if self.omni_core_session is not None:
+            self.omni_core_session.flush(timeout_s, still_running)
+        return self.omni_core_report()
+
+    def omni_core_report(self) -> dict[str, Any]:
+        """`StageSession.report`, for `llm.collective_rpc("omni_core_report")`; empty before the KV cache is made."""
+        return {} if self.omni_core_session is None else self.omni_core_session.report()
+
+    def shutdown(self) -> None:
+        """Close the session in bounded time, then vLLM's own."""
+        if self.omni_core_session is not None:
+            self.omni_core_session.close()
+        super().shutdown()

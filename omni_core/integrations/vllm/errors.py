@@ -1,0 +1,24 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the vLLM integration says no: at start-up, never in the middle of a generation."""
+
+from __future__ import annotations
+
+
+class IntegrationError(RuntimeError):
+    """Root of the integration's errors."""
+
+
+class SettingsError(IntegrationError, ValueError):
+    """The `omni_core` section of `additional_config` cannot be run with."""
+
+
+class GateRefusedError(IntegrationError):
+    """A cache was asked for on a stage where it cannot give right rows; the engine does not start."""
+
+
+class StageNotFoundError(IntegrationError):
+    """The engine's worker is not in this process, or is not one of ours."""
+
+
+class FlushTimeoutError(IntegrationError, TimeoutError):
+    """Rows already computed did not reach the sink in time; names what they wait for."""

@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The hooks a model runner adopts: news before the forward, rows after it. No method body of vLLM is copied.
+
+vLLM 0.32 runs a step in two calls: `execute_model` computes and returns `None`, leaving what it computed in
+`execute_model_state`, and `sample_tokens` uses that up. The rows are taken in between, when the batch's order and its
+counts of computed tokens are those of this step. Profile and dummy runs do not go through `execute_model`, so they
+never reach the cache.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, cast
+
+import numpy as np
+import torch
+
+from omni_core.integrations.vllm.builder import BuiltStep, StageBuilder, StartedRequest
+from omni_core.integrations.vllm.settings import OnError
+from omni_core.integrations.vllm.step_events import SchedulerOutput, step_events
+from omni_core.integrations.vllm.versions import StageOutputsModel, StepArrays, step_arrays
+from omni_core.prefix_cache.events import StepEvents, StepLayout
+
+_LOG = logging.getLogger(__name__)
+
+
+class StepCache(Protocol):
+    """The part of the cache manager that belongs to the engine thread."""
+
+    def new_step_starts(self, events: StepEvents) -> None:
+        """Once per step, before its forward."""
+        ...
+
+    def save_outputs(
+        self,
+        hidden: torch.Tensor | None,
+        mm_outputs: Mapping[str, Any],
+        *,
+        num_tokens_unpadded: int,
+        num_tokens_padded: int,
+    ) -> int:
+        """After the forward; the step's id."""
+        ...
+
+    def discard_step(self, step_id: int) -> None:
+        """Give a saved step up; its rows come with a later step."""
+        ...
+
+
+class CurrentStep:
+    """Holds the layout of the step that is being saved. Engine thread only."""
+
+    def __init__(self) -> None:
+        self._layout = StepLayout((), np.zeros(1, np.int64), np.zeros(0, np.int64), np.zeros(0, np.int64))
+
+    def set(self, arrays: StepArrays) -> None:
+        """The step that `save_outputs` is about to be called for."""
+        self._layout = StepLayout(arrays.req_ids, arrays.starts, arrays.positions, arrays.slots)
+
+    def layout(self) -> StepLayout:
+        """The manager's `layout_source`."""
+        return self._layout
+
+
+class StepHooks:
+    """What happens on the engine thread around each forward of a stage that has a cache.
+
+    An unexpected error of the cache turns it off for good (`on_error="isolate"`), or stops the step (`"raise"`).
+    """
+
+    def __init__(
+        self,
+        cache: StepCache,
+        builder: StageBuilder,
+        current: CurrentStep,
+        *,
+        group_index: int,
+        on_error: OnError,
+        stage_outputs: StageOutputsModel | None,
+    ) -> None:
+        self._cache = cache
+        self._builder = builder
+        self._current = current
+        self._group_index = group_index
+        self._on_error = on_error
+        self._stage_outputs = stage_outputs
+        self._off_reason: str | None = None
+
+    @property
+    def off_reason(self) -> str | None:
+        """Why the cache was turned off, if it was."""
+        return self._off_reason
+
+    def before_forward(self, scheduler_output: SchedulerOutput) -> None:
+        """Tell the cache and the builder what the step starts with. Never blocks."""
+        self._guarded("new_step_starts", lambda: self._begin(scheduler_output))
+
+    def after_forward(self, runner: Any, scheduler_output: SchedulerOutput) -> None:
+        """Save the rows of the forward that has just run, if one ran and this rank has its outputs.
+
+        Blocks at most `staging_claim_timeout_s`, and only if the sink stalls or the copies to host fall behind.
+        """
+        state = runner.execute_model_state
+        if state is not None:
+            self._guarded("save_outputs", lambda: self._save(runner, state.hidden_states, scheduler_output))
+
+    def _begin(self, scheduler_output: SchedulerOutput) -> None:
+        self._cache.new_step_starts(step_events(scheduler_output, self._group_index))
+        started = [
+            StartedRequest(new.req_id, new.prompt_token_ids, new.num_computed_tokens)
+            for new in scheduler_output.scheduled_new_reqs
+        ]
+        self._builder.news(started, scheduler_output.finished_req_ids)
+
+    def _save(self, runner: Any, hidden_states: torch.Tensor, scheduler_output: SchedulerOutput) -> None:
+        arrays = step_arrays(runner, scheduler_output, self._group_index)
+        self._current.set(arrays)
+        outputs = {} if self._stage_outputs is None else self._stage_outputs.take_stage_outputs()
+        may_wait = self._builder.room_for_step()
+        step_id = self._cache.save_outputs(
+            hidden_states,
+            outputs,
+            num_tokens_unpadded=scheduler_output.total_num_scheduled_tokens,
+            num_tokens_padded=hidden_states.shape[0],
+        )
+        step = BuiltStep(step_id, arrays.req_ids, arrays.starts, arrays.positions, arrays.token_ids)
+        if may_wait:
+            self._builder.submit(step)
+        else:
+            self._cache.discard_step(step_id)
+            self._builder.give_up(step)
+
+    def _guarded(self, call: str, action: Callable[[], None]) -> None:
+        if self._off_reason is not None:
+            return
+        try:
+            action()
+        except Exception as error:
+            if self._on_error is OnError.RAISE:
+                raise
+            self._off_reason = f"{call}: {type(error).__name__}: {error}"
+            _LOG.exception(
+                "Omni Core is off for this stage from here on; generation goes on without it (on_error='isolate'). "
+                "Cause: %s",
+                self._off_reason,
+            )
+            self._builder.fail_open_requests(f"the cache was turned off: {self._off_reason}")
+
+
+class RunnerHooksMixin:
+    """Put in front of a runner's own class by `adopt_hooks`."""
+
+    omni_core_hooks: StepHooks
+
+    def execute_model(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
+        """Run vLLM's `execute_model`, with the hooks around it."""
+        self.omni_core_hooks.before_forward(scheduler_output)
+        # The runner's own class comes next in the order of base classes, which this class alone cannot know.
+        result = cast("Any", super()).execute_model(scheduler_output, *args, **kwargs)
+        self.omni_core_hooks.after_forward(self, scheduler_output)
+        return result
+
+
+def adopt_hooks(runner: Any, hooks: StepHooks) -> None:
+    """Let a runner adopt the hooks: its class becomes one made from the mixin and its own. Before the first request."""
+    own = type(runner)
+    runner.__class__ = type(f"OmniCore{own.__name__}", (RunnerHooksMixin, own), {"__doc__": own.__doc__})
+    runner.omni_core_hooks = hooks

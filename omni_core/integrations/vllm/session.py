@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One stage's parts under one roof: cache, builder, sink and backend are built, reported on and closed together."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Collection
+from contextlib import ExitStack
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from omni_core.backend.base import DeviceBackend
+from omni_core.backend.registry import backend_for_tensor
+from omni_core.integrations.vllm.builder import StageBuilder
+from omni_core.integrations.vllm.errors import StageNotFoundError
+from omni_core.integrations.vllm.request_ids import client_request
+from omni_core.integrations.vllm.runner_hooks import CurrentStep, StepHooks
+from omni_core.integrations.vllm.settings import OmniSettings
+from omni_core.integrations.vllm.stage_facts import GROUP_INDEX
+from omni_core.integrations.vllm.tap import ForwardTap
+from omni_core.integrations.vllm.versions import (
+    in_process_worker,
+    stage_outputs_model,
+    unfinished_request_ids,
+)
+from omni_core.prefix_cache.config import PrefixCacheConfig
+from omni_core.prefix_cache.gate import GateDecision
+from omni_core.prefix_cache.manager import OmniPrefixCacheManager
+from omni_core.prefix_cache.policy import ModelCachePolicy
+from omni_core.runtime import Runtime
+from omni_core.sinks.base import StageSink
+from omni_core.sinks.registry import create_sink
+
+_LOG = logging.getLogger(__name__)
+
+DEFAULT_FLUSH_TIMEOUT_S = 60.0
+DEFAULT_CLOSE_TIMEOUT_S = 10.0
+
+
+class StageParts:
+    """What a stage with a cache consists of. Built at KV-cache initialisation, closed once."""
+
+    def __init__(
+        self,
+        settings: OmniSettings,
+        config: PrefixCacheConfig,
+        policy: ModelCachePolicy,
+        *,
+        model: Any,
+        device: torch.device,
+        request_ids_randomised: bool,
+        runtime: Runtime,
+    ) -> None:
+        """Make backend, sink, cache and builder, in this order; a failure closes those already made.
+
+        Args:
+            settings: the operator's.
+            config: the cache's.
+            policy: the model's.
+            model: the stage's model; asked once whether it hands out further outputs.
+            device: where the stage's outputs lie.
+            request_ids_randomised: whether the engine appends random digits to a client's request id.
+            runtime: makes every thread, lock and condition.
+
+        Raises:
+            BackendError, SinkError, OmniPrefixCacheError: a part cannot be made; says which and why.
+        """
+        probe = torch.empty(0, device=device)
+        with ExitStack() as undo:
+            self.backend: DeviceBackend = backend_for_tensor(probe, runtime=runtime, override=settings.backend)
+            undo.callback(self.backend.close)
+            self.sink: StageSink = create_sink(settings.sink, settings.sink_options)
+            undo.callback(self.sink.close)
+            current = CurrentStep()
+            self.cache = OmniPrefixCacheManager(config, self.backend, current.layout, runtime=runtime, device=device)
+            undo.callback(self.cache.close)
+            self.cache.register_policy(policy)
+            undo.pop_all()
+        self.builder = StageBuilder(
+            self.cache,
+            self.sink,
+            runtime=runtime,
+            client_req_id_of=lambda req_id: _client_req_id(req_id, randomised=request_ids_randomised),
+            # One staging slot stays free for a step that has to be given up while the sink stalls.
+            max_open_steps=config.staging_depth - 1,
+            room_timeout_s=settings.staging_claim_timeout_s,
+            whole_prefix=policy.needs_full_hidden_states,
+            bind_thread=self.backend.bind_thread,
+        )
+        self.hooks = StepHooks(
+            self.cache,
+            self.builder,
+            current,
+            group_index=GROUP_INDEX,
+            on_error=settings.on_error,
+            stage_outputs=stage_outputs_model(model),
+        )
+
+    def close(self, timeout_s: float) -> None:
+        """Deliver what was computed, end every request in the sink, close the parts. Bounded by `timeout_s`."""
+        if not self.builder.close(timeout_s):
+            _LOG.error(
+                "the sink did not finish within %.1f s at shutdown; requests it had not finished are not readable",
+                timeout_s,
+            )
+        self.cache.close(timeout_s)
+        self.backend.close()
+
+
+class StageSession:
+    """The live state of one stage's worker: the gate's answer, the parts of its cache, and a tap if there is one."""
+
+    def __init__(
+        self, settings: OmniSettings, decision: GateDecision, *, parts: StageParts | None, tap: ForwardTap | None
+    ) -> None:
+        self.settings = settings
+        self.decision = decision
+        self.tap = tap
+        self._parts = parts
+        self._closed = False
+        # Also closes a session whose worker was dropped or whose interpreter ends without `shutdown`.
+        self._finalizer = None if parts is None else weakref.finalize(self, parts.close, DEFAULT_CLOSE_TIMEOUT_S)
+
+    @property
+    def cache(self) -> OmniPrefixCacheManager | None:
+        """The cache, on a stage that has one."""
+        return None if self._parts is None else self._parts.cache
+
+    @property
+    def sink(self) -> StageSink | None:
+        """The sink, on a stage with a cache: the rows of a `MemorySink` are read here."""
+        return None if self._parts is None else self._parts.sink
+
+    @property
+    def backend(self) -> DeviceBackend | None:
+        """The device backend, on a stage with a cache."""
+        return None if self._parts is None else self._parts.backend
+
+    def flush(self, timeout_s: float = DEFAULT_FLUSH_TIMEOUT_S, still_running: Collection[str] = ()) -> None:
+        """Hand every computed row to the sink and end the requests that are not `still_running`. Between steps.
+
+        Args:
+            timeout_s: the longest to wait.
+            still_running: internal ids of requests that go on; a request ended here gets no more rows.
+
+        Raises:
+            FlushTimeoutError: not done in time; may be repeated.
+        """
+        if self._parts is not None and not self._closed:
+            self._parts.builder.flush(timeout_s, still_running)
+
+    def report(self) -> dict[str, Any]:
+        """Plain dicts, lists, strings and numbers; any thread. `delivery` and `cache` only on a stage with a cache."""
+        decision = self.decision
+        told: dict[str, Any] = {
+            "gate": {"status": decision.status.value, "rule": decision.rule, "reason": decision.reason},
+            "closed": self._closed,
+        }
+        if self._parts is not None:
+            told["off_reason"] = self._parts.hooks.off_reason
+            told["sink"] = self.settings.sink
+            told["backend"] = self._parts.backend.name
+            told["delivery"] = self._parts.builder.report()
+            told["cache"] = _plain(asdict(self._parts.cache.stats()))
+        return told
+
+    def close(self, timeout_s: float = DEFAULT_CLOSE_TIMEOUT_S) -> None:
+        """Deliver what was computed, end every request in the sink, close everything. Idempotent; bounded."""
+        if not self._closed:
+            self._closed = True
+            if self._parts is not None and self._finalizer is not None and self._finalizer.detach() is not None:
+                self._parts.close(timeout_s)
+
+
+def stage_session(llm: Any) -> StageSession:
+    """The session of an `LLM` whose engine runs in this process, with or without a cache.
+
+    Raises:
+        StageNotFoundError: the worker is in another process, or is not one of Omni Core's.
+    """
+    worker = in_process_worker(llm)
+    found = vars(worker).get("omni_core_session")
+    if not isinstance(found, StageSession):
+        raise StageNotFoundError(
+            f"the engine's worker is a {type(worker).__qualname__}; give the engine "
+            'worker_cls="omni_core.integrations.vllm.cpu_worker.OmniCpuWorker"'
+        )
+    return found
+
+
+def flush_stage(llm: Any, timeout_s: float = DEFAULT_FLUSH_TIMEOUT_S) -> None:
+    """Hand every row an `LLM` has computed to its sink and end its finished requests there.
+
+    Raises:
+        FlushTimeoutError: not done in time (from an engine in another process: vLLM's own error with that text).
+    """
+    llm.collective_rpc("omni_core_flush", args=(unfinished_request_ids(llm), timeout_s))
+
+
+def _client_req_id(req_id: str, *, randomised: bool) -> str | None:
+    found = client_request(req_id, randomised=randomised)
+    return None if found is None else found.client_req_id
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_plain(item) for item in value]
+    return value if isinstance(value, str | int | float | bool | None) else str(value)

@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The independent tap: keeps every row each forward really computed, to hold delivered rows against.
+
+It shares no code and no memory with the cache. It does not know about blocks, slots or hits: it reads what the runner
+fed to the model (token ids, positions, where each request's rows begin), and files each row under a digest of the
+tokens up to its position. It works the same on an engine without our cache. For demonstrations and tests: it keeps
+everything, and it knows text only (a prompt's images or adapters are not part of the digest).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from omni_core.integrations.vllm.versions import STAGE_OUTPUTS_METHOD, stage_outputs_model
+from omni_core.prefix_cache.config import HIDDEN_KEY
+
+Digest = bytes
+"""Digest of a token prefix, its last token included."""
+
+
+@dataclass(slots=True)
+class TappedRequest:
+    """What the engine computed for one request."""
+
+    req_id: str
+    num_prompt_tokens: int
+    skipped_tokens: int
+    """Prompt tokens the engine did not compute because their KV was cached."""
+    computed_tokens: int = 0
+    """Rows the engine computed: all that vLLM alone would have given for this request."""
+    token_ids: list[int] = field(default_factory=list)
+    """Every token fed so far, the skipped ones included."""
+    digests: list[Digest] = field(default_factory=list)
+    """Per position."""
+
+    def learn(self, position: int, token_id: int) -> None:
+        """The model was fed `token_id` at `position`.
+
+        Raises:
+            ValueError: that is not what the request's tokens said, or tokens in between were never seen.
+        """
+        if position < len(self.token_ids):
+            if self.token_ids[position] != token_id:
+                raise ValueError(
+                    f"request {self.req_id!r}: token {token_id} at {position}, {self.token_ids[position]} before"
+                )
+        elif position == len(self.token_ids):
+            self.token_ids.append(token_id)
+        else:
+            raise ValueError(f"request {self.req_id!r}: position {position} after {len(self.token_ids)} tokens")
+        while len(self.digests) < len(self.token_ids):
+            before = self.digests[-1] if self.digests else b""
+            self.digests.append(_chained(before, self.token_ids[len(self.digests)]))
+
+
+class ForwardTap:
+    """Rows by (token-prefix digest, position, key). Written by the engine thread; read it while no step runs."""
+
+    def __init__(self) -> None:
+        self._rows: dict[tuple[Digest, int, str], list[torch.Tensor]] = {}
+        self._requests: dict[str, TappedRequest] = {}
+        self.num_forwards = 0
+        """Real forwards seen; profile and dummy runs are not among them."""
+
+    @property
+    def requests(self) -> Mapping[str, TappedRequest]:
+        """Every request seen, by the engine's internal id, in the order they started."""
+        return self._requests
+
+    @property
+    def keys(self) -> frozenset[str]:
+        """The keys rows were kept under."""
+        return frozenset(key for _, _, key in self._rows)
+
+    def computed_tokens(self, req_id: str) -> int:
+        """How many rows the engine computed for a request: what vLLM alone would have given."""
+        return self._requests[req_id].computed_tokens
+
+    def rows(self, digest: Digest, position: int, key: str = HIDDEN_KEY) -> list[torch.Tensor]:
+        """The bitwise different rows computed for one prefix; empty if none ever was."""
+        return list(self._rows.get((digest, position, key), ()))
+
+    def rows_for(self, token_ids: Sequence[int], position: int, key: str = HIDDEN_KEY) -> list[torch.Tensor]:
+        """As `rows`, for the prefix `token_ids[: position + 1]`."""
+        return self.rows(prefix_digests(token_ids[: position + 1])[position], position, key)
+
+    def contains(self, token_ids: Sequence[int], position: int, row: torch.Tensor, key: str = HIDDEN_KEY) -> bool:
+        """Whether a forward computed exactly this row, bit for bit, for the prefix `token_ids[: position + 1]`."""
+        return any(_same_bits(row, known) for known in self.rows_for(token_ids, position, key))
+
+    def equal_rows(
+        self, token_ids: Sequence[int], rows: torch.Tensor, key: str = HIDDEN_KEY, first_position: int = 0
+    ) -> npt.NDArray[np.bool_]:
+        """`(len(rows),)`: `contains` for each of the rows at `first_position`, `first_position + 1`, and so on."""
+        digests = prefix_digests(token_ids[: first_position + len(rows)])
+        verdicts = [
+            any(_same_bits(row, known) for known in self.rows(digests[position], position, key))
+            for position, row in enumerate(rows, start=first_position)
+        ]
+        return np.asarray(verdicts, dtype=np.bool_)
+
+    def step_begins(self, scheduler_output: Any) -> None:
+        """Meet the step's new requests. Before the forward."""
+        for new in scheduler_output.scheduled_new_reqs:
+            prompt = list(new.prompt_token_ids or ())
+            self._requests[new.req_id] = TappedRequest(
+                new.req_id, len(prompt), skipped_tokens=new.num_computed_tokens, token_ids=prompt
+            )
+
+    def forward_done(self, runner: Any, outputs: Mapping[str, Any]) -> None:
+        """Keep the rows of the forward that has just run. Before its outputs are used up by `sample_tokens`."""
+        req_ids = list(runner.input_batch.req_ids)
+        bounds = runner.query_start_loc.np[: len(req_ids) + 1].tolist()
+        num_tokens = bounds[-1]
+        fed = runner.input_ids.gpu[:num_tokens].tolist()
+        positions = runner.positions[:num_tokens].tolist()
+        owners: list[tuple[Digest, int]] = []
+        for req_id, first, stop in zip(req_ids, bounds, bounds[1:], strict=False):
+            request = self._requests[req_id]
+            request.computed_tokens += stop - first
+            for token_id, position in zip(fed[first:stop], positions[first:stop], strict=True):
+                request.learn(position, token_id)
+                owners.append((request.digests[position], position))
+        num_padded = runner.execute_model_state.hidden_states.shape[0]
+        tensors = {HIDDEN_KEY: runner.execute_model_state.hidden_states, **dict(_flat(outputs))}
+        for key, value in tensors.items():
+            if isinstance(value, torch.Tensor) and value.dim() and value.shape[0] in (num_tokens, num_padded):
+                self._keep(key, owners, value[:num_tokens].detach().cpu().clone())
+        self.num_forwards += 1
+
+    def _keep(self, key: str, owners: Iterable[tuple[Digest, int]], rows: torch.Tensor) -> None:
+        for (digest, position), row in zip(owners, rows, strict=True):
+            known = self._rows.setdefault((digest, position, key), [])
+            if not any(_same_bits(row, one) for one in known):
+                known.append(row)
+
+
+def install_tap(runner: Any) -> ForwardTap:
+    """Put a tap on a runner. Engine thread, before the first request; works with and without our cache's hooks."""
+    tap = ForwardTap()
+    model = stage_outputs_model(runner.get_model())
+    last: list[Mapping[str, Any]] = []
+    if model is not None:
+        # A model hands its outputs out once per forward, and the cache may have taken them first.
+        setattr(model, STAGE_OUTPUTS_METHOD, _remembering(model.take_stage_outputs, last))
+
+    def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        tap.step_begins(scheduler_output)
+        last.clear()
+        result = type(runner).execute_model(runner, scheduler_output, *args, **kwargs)
+        if runner.execute_model_state is not None:
+            if model is not None and not last:
+                model.take_stage_outputs()
+            tap.forward_done(runner, last[0] if last else {})
+        return result
+
+    runner.execute_model = execute_model
+    return tap
+
+
+def prefix_digests(token_ids: Iterable[int]) -> list[Digest]:
+    """The digest of every prefix of `token_ids`, shortest first."""
+    digests: list[Digest] = []
+    for token_id in token_ids:
+        digests.append(_chained(digests[-1] if digests else b"", int(token_id)))
+    return digests
+
+
+def _remembering(
+    take: Callable[[], Mapping[str, Any]], last: list[Mapping[str, Any]]
+) -> Callable[[], Mapping[str, Any]]:
+    def take_and_remember() -> Mapping[str, Any]:
+        last[:] = [take()]
+        return last[0]
+
+    return take_and_remember
+
+
+def _chained(before: Digest, token_id: int) -> Digest:
+    return hashlib.blake2b(before + token_id.to_bytes(8, "little", signed=True), digest_size=16).digest()
+
+
+def _flat(outputs: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
+    for name, value in outputs.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
+    if left.shape != right.shape or left.dtype != right.dtype:
+        return False
+    return torch.equal(left.reshape(-1).view(torch.uint8), right.reshape(-1).view(torch.uint8))

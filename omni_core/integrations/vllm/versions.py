@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The only place that knows where a vLLM version keeps things. Everything here was read in, and run on, vLLM 0.32.
+
+The other modules of this package use plain attribute access on documented objects; whatever has to be looked for,
+differs between versions, or reaches through several of vLLM's objects, stands here, one function per fact.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from omni_core.integrations.vllm.errors import StageNotFoundError
+from omni_core.integrations.vllm.ledger import UNKNOWN_TOKEN_ID
+from omni_core.integrations.vllm.step_events import SchedulerOutput
+
+SUPPORTED_RELEASE = (0, 32)
+"""Major and minor version of the vLLM releases this integration was run on."""
+
+STAGE_OUTPUTS_METHOD = "take_stage_outputs"
+"""The method under which a model hands out what it computed beside its hidden state."""
+
+
+class StageOutputsModel(Protocol):
+    """A model with outputs beside its hidden state."""
+
+    def take_stage_outputs(self) -> Mapping[str, Any]:
+        """The further outputs of the last forward. Called once after each forward of a real step, on the engine thread.
+
+        A tensor with one row per token (padding rows at the end may be left out) is stored and joined like the hidden
+        state; a list with one element per request of the batch gives each request its element; anything else is handed
+        whole to every request of the step. Profile and dummy runs also forward, and nothing is taken after them: keep
+        the last forward's outputs only. Set them outside of a compiled region.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class StepArrays:
+    """One step's batch, copied out of the runner: rows in batch order, padding left out."""
+
+    req_ids: tuple[str, ...]
+    starts: npt.NDArray[np.int64]
+    """`(num_reqs + 1,)`: request `i` has rows `starts[i]` to `starts[i + 1]`."""
+    positions: npt.NDArray[np.int64]
+    slots: npt.NDArray[np.int64]
+    token_ids: npt.NDArray[np.int64]
+    """`UNKNOWN_TOKEN_ID` where the prompt was given as embeddings."""
+
+
+def engine_version() -> str:
+    """The installed vLLM's version, such as `0.32.0`."""
+    import vllm
+
+    return str(vllm.__version__)
+
+
+def engine_version_problem(version: str, *, uses_v2_runner: bool = False) -> str | None:
+    """Why this vLLM is not supported, as one sentence; `None` if it is. Pure.
+
+    Args:
+        version: vLLM's version; a local part such as `+cpu` is allowed.
+        uses_v2_runner: whether the worker runs vLLM's second model runner, which keeps no block table on the host.
+    """
+    release = version.split("+", 1)[0].split(".")
+    supported = ".".join(map(str, SUPPORTED_RELEASE))
+    if tuple(release[:2]) != tuple(map(str, SUPPORTED_RELEASE)):
+        return f"this integration was made for vLLM {supported}.x; install one of those or turn the cache off"
+    if uses_v2_runner:
+        return "model runner V2 is not supported; set VLLM_USE_V2_MODEL_RUNNER=0"
+    return None
+
+
+def adopt_engine_logging() -> None:
+    """Let records of `omni_core` loggers reach vLLM's handlers at vLLM's level.
+
+    vLLM configures its own logger only; without this, everything below a warning would be lost.
+    """
+    logging.getLogger("omni_core").parent = logging.getLogger("vllm")
+
+
+def is_output_rank() -> bool:
+    """Whether the engine uses this rank's outputs: last pipeline rank, tensor- and context-parallel rank 0.
+
+    `MultiprocExecutor._get_output_rank` names the same rank. To be asked once the distributed groups exist.
+    """
+    from vllm.distributed.parallel_state import get_pcp_group, get_pp_group, get_tp_group
+
+    return bool(
+        get_pp_group().is_last_rank and get_tp_group().rank_in_group == 0 and get_pcp_group().rank_in_group == 0
+    )
+
+
+def attention_group_kinds(kv_cache_config: Any) -> tuple[str, ...]:
+    """The kind of each KV-cache group, such as `full_attention`, in vLLM's own words."""
+    from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind
+
+    return tuple(str(get_kv_cache_spec_kind(g.kv_cache_spec).value) for g in kv_cache_config.kv_cache_groups)
+
+
+def request_ids_are_randomised() -> bool:
+    """Whether this engine appends random digits to a client's request id."""
+    from vllm import envs
+
+    return not envs.VLLM_DISABLE_REQUEST_ID_RANDOMIZATION
+
+
+def block_table_block_size(runner: Any, group_index: int) -> int:
+    """Tokens per entry of the runner's block table of one KV-cache group; may differ from what was asked for."""
+    return int(runner.input_batch.block_table[group_index].block_size)
+
+
+def stage_outputs_model(model: Any) -> StageOutputsModel | None:
+    """The model, if it hands out further outputs. Looked up once, at load."""
+    if callable(getattr(model, STAGE_OUTPUTS_METHOD, None)):
+        return cast("StageOutputsModel", model)
+    return None
+
+
+def step_arrays(runner: Any, scheduler_output: SchedulerOutput, group_index: int) -> StepArrays:
+    """The batch of the forward that has just run. Engine thread, between `execute_model` and `sample_tokens`.
+
+    Not earlier: only after `execute_model` are the batch's order and the counts of computed tokens those of this step.
+    Everything is a copy, because the runner reuses its arrays.
+    """
+    batch = runner.input_batch
+    req_ids = tuple(batch.req_ids)
+    num_reqs = len(req_ids)
+    scheduled = np.fromiter(map(scheduler_output.num_scheduled_tokens.__getitem__, req_ids), np.int64, num_reqs)
+    starts = np.zeros(num_reqs + 1, np.int64)
+    np.cumsum(scheduled, out=starts[1:])
+    table = batch.block_table[group_index]
+    block_size = table.block_size
+    row = np.repeat(np.arange(num_reqs), scheduled)
+    first = batch.num_computed_tokens_cpu[:num_reqs].astype(np.int64) - starts[:-1]
+    positions = np.arange(starts[-1]) + first[row]
+    slots = table.block_table.np[row, positions // block_size].astype(np.int64) * block_size + positions % block_size
+    token_ids = np.where(batch.is_token_ids[row, positions], batch.token_ids_cpu[row, positions], UNKNOWN_TOKEN_ID)
+    return StepArrays(req_ids, starts, positions, slots, token_ids.astype(np.int64))
+
+
+def in_process_worker(llm: Any) -> Any:
+    """The worker of an `LLM` whose engine runs in this process (`VLLM_ENABLE_V1_MULTIPROCESSING=0`).
+
+    Raises:
+        StageNotFoundError: the engine or its worker runs in another process.
+    """
+    engine_core = getattr(llm.llm_engine.engine_core, "engine_core", None)
+    executor = getattr(engine_core, "model_executor", None)
+    wrapper = getattr(executor, "driver_worker", None)
+    worker = getattr(wrapper, "worker", None)
+    if worker is None:
+        raise StageNotFoundError(
+            "the engine's worker is not in this process; set VLLM_ENABLE_V1_MULTIPROCESSING=0 before vLLM is imported, "
+            'or ask with llm.collective_rpc("omni_core_report")'
+        )
+    return worker
+
+
+def unfinished_request_ids(llm: Any) -> list[str]:
+    """Internal ids of the requests that an `LLM` has not finished."""
+    return list(llm.llm_engine.output_processor.request_states)

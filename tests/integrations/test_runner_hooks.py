@@ -1,0 +1,282 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A runner that adopted the hooks delivers every row, and computes as before, whatever the cache does."""
+
+import logging
+import threading
+
+import fake_runner as fake
+import pytest
+import torch
+
+from omni_core.integrations.vllm.errors import StageNotFoundError
+from omni_core.integrations.vllm.runner_hooks import adopt_hooks
+from omni_core.integrations.vllm.session import StageParts, StageSession, stage_session
+from omni_core.integrations.vllm.settings import OmniSettings, OnError
+from omni_core.integrations.vllm.tap import install_tap
+from omni_core.prefix_cache.config import HIDDEN_KEY, PrefixCacheConfig
+from omni_core.prefix_cache.gate import GateDecision, GateStatus
+from omni_core.prefix_cache.policy import ModelCachePolicy
+from omni_core.runtime import ThreadingRuntime
+from omni_core.sinks.base import RequestEnd
+from omni_core.sinks.errors import UnknownSinkError
+
+BOUND_S = 20.0
+PROMPT = [11, 12, 13, 14, 15, 16, 17, 18, 19, 20]
+OTHER = [*PROMPT[:8], 40, 41, 42]
+
+
+class Stage:
+    """A fake runner with a real cache, builder and memory sink."""
+
+    def __init__(self, *, tap=False, model=None, **settings):
+        self.settings = OmniSettings(enabled=True, **({"on_error": OnError.RAISE} | settings))
+        config = PrefixCacheConfig(
+            num_blocks=16,
+            block_size=fake.BLOCK_SIZE,
+            hidden_size=fake.HIDDEN_SIZE,
+            hidden_dtype=torch.float32,
+            max_num_tokens=64,
+            staging_depth=self.settings.staging_depth,
+        )
+        self.runner = fake.FakeRunner(model)
+        self.parts = StageParts(
+            self.settings,
+            config,
+            ModelCachePolicy(),
+            model=self.runner.model,
+            device=self.runner.device,
+            request_ids_randomised=True,
+            runtime=ThreadingRuntime(),
+        )
+        adopt_hooks(self.runner, self.parts.hooks)
+        decision = GateDecision(GateStatus.SUPPORTED, "supported", "a test")
+        self.session = StageSession(
+            self.settings, decision, parts=self.parts, tap=install_tap(self.runner) if tap else None
+        )
+
+    def step(self, output, **sampled):
+        with torch.inference_mode():  # as vLLM's worker does
+            result = self.runner.execute_model(output)
+        if result is None:
+            self.runner.sample_tokens({name.replace("_", "-"): token for name, token in sampled.items()})
+        return result
+
+    def stored(self, req_id):
+        return self.session.sink.request_by_internal_id(req_id)
+
+
+@pytest.fixture
+def stages():
+    made = []
+
+    def make(**options):
+        made.append(Stage(**options))
+        return made[-1]
+
+    yield make
+    for stage in made:
+        stage.session.close(BOUND_S)
+
+
+def drive_two_requests(stage):
+    """`a` alone, in two chunks; then `b`, which hits `a`'s first two blocks, beside a decode of `a`."""
+    stage.step(fake.scheduled(new=[("a-00000001", PROMPT, [1, 2, 3], 0, 6)]))
+    stage.step(fake.scheduled(running=[("a-00000001", 6, 4, None)]), a_00000001=21)
+    stage.step(
+        fake.scheduled(new=[("b-00000002", OTHER, [1, 2, 5], 8, 3)], running=[("a-00000001", 10, 1, None)]),
+        a_00000001=22,
+        b_00000002=50,
+    )
+    stage.step(fake.scheduled(running=[("b-00000002", 11, 1, None)], finished=["a-00000001"]), b_00000002=51)
+    return {"a-00000001": [*PROMPT, 21], "b-00000002": [*OTHER, 50]}
+
+
+def expected(tokens):
+    return [fake.row_of(tokens, position) for position in range(len(tokens))]
+
+
+def test_chunks_decodes_and_hits_come_whole_with_both_keys_and_their_tokens(stages):
+    stage = stages()
+    fed = drive_two_requests(stage)
+    stage.session.flush(BOUND_S)
+    for req_id, tokens in fed.items():
+        stored = stage.stored(req_id)
+        assert stored.hidden_states.tolist() == expected(tokens)
+        assert stored.rows["codes"].tolist() == [[7 * int(value) for value in row[:2]] for row in expected(tokens)]
+        assert stored.token_ids.tolist() == tokens
+        assert stored.client_req_id == req_id[0]
+    assert stage.stored("a-00000001").end is RequestEnd.FINISHED
+    assert stage.stored("b-00000002").end is RequestEnd.FLUSHED
+    assert stage.session.cache.stats().rows_from_hits == 8
+
+
+def test_the_runner_keeps_its_own_class_and_methods(stages):
+    runner = stages().runner
+    assert isinstance(runner, fake.FakeRunner)
+    assert type(runner).__name__ == "OmniCoreFakeRunner"
+    assert runner.get_model() is runner.model
+
+
+def test_what_the_runner_returns_passes_through(stages):
+    stage = stages()
+    assert stage.step(fake.scheduled()) == "nothing to do"
+    assert stage.step(fake.scheduled(new=[("a-00000001", PROMPT, [1, 2, 3], 0, 6)])) is None
+
+
+def test_a_step_without_tokens_reports_ends_and_saves_nothing(stages):
+    stage = stages()
+    stage.step(fake.scheduled(new=[("a-00000001", PROMPT, [1, 2, 3], 0, 10)]), a_00000001=21)
+    stage.step(fake.scheduled(finished=["a-00000001"]))
+    stage.session.flush(BOUND_S)
+    assert stage.stored("a-00000001").end is RequestEnd.FINISHED
+    stats = stage.session.cache.stats()
+    assert (stats.steps_saved, stats.live_requests) == (1, 0)
+
+
+def test_a_dummy_run_never_reaches_the_cache_and_nothing_is_taken_after_it(stages):
+    stage = stages()
+    stage.runner.dummy_run()
+    assert stage.session.cache.stats().steps_saved == 0
+    assert stage.runner.model.taken == 0
+    stage.step(fake.scheduled(new=[("a-00000001", PROMPT, [1, 2, 3], 0, 10)]))
+    assert stage.runner.model.taken == 1
+
+
+def test_a_model_without_further_outputs_delivers_hidden_rows(stages):
+    stage = stages(model=object())
+    stage.step(fake.scheduled(new=[("a-00000001", PROMPT, [1, 2, 3], 0, 10)]))
+    stage.session.flush(BOUND_S)
+    assert set(stage.stored("a-00000001").rows) == {HIDDEN_KEY}
+
+
+def test_a_prompt_given_as_embeddings_is_delivered_with_unknown_tokens(stages):
+    stage = stages()
+    stage.runner.input_batch.is_token_ids[:] = False
+    stage.step(fake.scheduled(new=[("a-00000001", PROMPT, [1, 2, 3], 0, 10)]))
+    stage.session.flush(BOUND_S)
+    assert stage.stored("a-00000001").token_ids.tolist() == [-1] * 10
+
+
+@pytest.mark.parametrize("call", ["new_step_starts", "save_outputs"])
+def test_an_error_of_the_cache_turns_it_off_and_the_engine_goes_on(stages, caplog, monkeypatch, call):
+    stage = stages(on_error=OnError.ISOLATE)
+    stage.step(fake.scheduled(new=[("a-00000001", PROMPT, [1, 2, 3], 0, 6)]))
+    calls = []
+
+    def broken(*args, **kwargs):
+        calls.append(call)
+        raise ValueError("the tables are gone")
+
+    monkeypatch.setattr(stage.session.cache, call, broken)
+    with caplog.at_level(logging.ERROR, logger="omni_core"):
+        stage.step(fake.scheduled(running=[("a-00000001", 6, 4, None)]), a_00000001=21)
+        stage.step(fake.scheduled(running=[("a-00000001", 10, 1, None)]), a_00000001=22)
+    assert stage.runner.forwards == 3
+    assert calls == [call]
+    assert [record.levelname for record in caplog.records] == ["ERROR"]
+    stage.session.flush(BOUND_S)
+    report = stage.session.report()
+    assert report["off_reason"] == f"{call}: ValueError: the tables are gone"
+    assert "the tables are gone" in report["delivery"]["failures"]["a-00000001"]
+    assert "a-00000001" not in stage.session.sink.request_ids()
+
+
+@pytest.mark.parametrize("call", ["new_step_starts", "save_outputs"])
+def test_an_error_of_the_cache_stops_the_step_where_that_is_wanted(stages, monkeypatch, call):
+    stage = stages(on_error=OnError.RAISE)
+
+    def broken(*args, **kwargs):
+        raise ValueError("the tables are gone")
+
+    monkeypatch.setattr(stage.session.cache, call, broken)
+    with pytest.raises(ValueError, match="the tables are gone"):
+        stage.step(fake.scheduled(new=[("a-00000001", PROMPT, [1, 2, 3], 0, 6)]))
+
+
+def test_rows_put_off_while_the_sink_stalls_come_when_it_moves_again(stages, monkeypatch):
+    stage = stages(staging_depth=2, staging_claim_timeout_s=0.05)
+    gate, entered = threading.Event(), threading.Event()
+    accept = stage.session.sink.accept
+
+    def slow(delivery):
+        entered.set()
+        assert gate.wait(BOUND_S)
+        accept(delivery)
+
+    monkeypatch.setattr(stage.session.sink, "accept", slow)
+    stage.step(fake.scheduled(new=[("a-00000001", PROMPT, [1, 2, 3], 0, 6)]))
+    assert entered.wait(BOUND_S)
+    stage.step(fake.scheduled(running=[("a-00000001", 6, 4, None)]), a_00000001=21)
+    stage.step(fake.scheduled(running=[("a-00000001", 10, 1, None)]), a_00000001=22)
+    gate.set()
+    stage.session.flush(BOUND_S, still_running=["a-00000001"])
+    stage.step(fake.scheduled(running=[("a-00000001", 11, 1, None)]), a_00000001=23)
+    stage.session.flush(BOUND_S)
+    report = stage.session.report()["delivery"]
+    assert (report["steps_given_up"], report["stalls"]) == (2, 1)
+    assert stage.stored("a-00000001").hidden_states.tolist() == expected([*PROMPT, 21, 22])
+    assert stage.stored("a-00000001").complete
+
+
+def test_the_tap_sees_what_was_computed_with_and_without_the_cache(stages):
+    stage = stages(tap=True)
+    fed = drive_two_requests(stage)
+    stage.session.flush(BOUND_S)
+    plain = fake.FakeRunner()
+    plain_tap = install_tap(plain)
+    plain.execute_model(fake.scheduled(new=[("a-0", fed["a-00000001"], [1, 2, 3], 0, 11)]))
+    plain.sample_tokens({})
+    plain.execute_model(fake.scheduled(new=[("b-0", fed["b-00000002"], [4, 5, 6], 0, 12)], finished=["a-0"]))
+    for req_id, tokens in fed.items():
+        for key, rows in stage.stored(req_id).rows.items():
+            assert stage.session.tap.equal_rows(tokens, rows, key).all()
+            assert plain_tap.equal_rows(tokens, rows, key).all()
+            assert len(rows) == len(tokens)
+
+
+def test_the_tap_takes_a_models_outputs_once_per_forward(stages):
+    stage = stages(tap=True)
+    drive_two_requests(stage)
+    assert stage.runner.model.taken == stage.runner.forwards == stage.session.tap.num_forwards == 4
+    assert stage.session.tap.keys == {HIDDEN_KEY, "codes"}
+
+
+def test_the_report_tells_of_every_part(stages):
+    stage = stages()
+    drive_two_requests(stage)
+    stage.session.flush(BOUND_S)
+    report = stage.session.report()
+    assert report["gate"]["status"] == "supported"
+    assert (report["sink"], report["backend"]) == ("memory", "cpu_sim")
+    assert report["delivery"]["rows_delivered"] == report["cache"]["rows_delivered"] == 23
+    assert report["cache"]["steps_saved"] == 4
+    assert not report["closed"]
+
+
+def test_a_session_closes_once_and_still_reports(stages):
+    stage = stages()
+    drive_two_requests(stage)
+    stage.session.close(BOUND_S)
+    stage.session.close(BOUND_S)
+    assert stage.session.report()["closed"]
+    assert stage.session.report()["delivery"]["rows_delivered"] == 23
+
+
+def test_a_session_without_a_cache_says_why_and_has_nothing_to_flush():
+    decision = GateDecision(GateStatus.IGNORED, "not_enabled", "the cache is off")
+    session = StageSession(OmniSettings(), decision, parts=None, tap=None)
+    session.flush(BOUND_S)
+    session.close(BOUND_S)
+    assert session.cache is session.sink is session.backend is None
+    assert session.report()["gate"] == {"status": "ignored", "rule": "not_enabled", "reason": "the cache is off"}
+
+
+def test_an_unknown_sink_is_refused_before_anything_is_kept(stages):
+    with pytest.raises(UnknownSinkError, match="no-such-sink"):
+        stages(sink="no-such-sink")
+
+
+def test_an_engine_in_another_process_has_no_session_here():
+    llm = type("LLM", (), {"llm_engine": type("Engine", (), {"engine_core": object()})})
+    with pytest.raises(StageNotFoundError, match="VLLM_ENABLE_V1_MULTIPROCESSING=0"):
+        stage_session(llm)

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The operator's section of `additional_config`: read once, checked in full, explained when wrong."""
+
+import pytest
+
+from omni_core.integrations.vllm.errors import SettingsError
+from omni_core.integrations.vllm.settings import OmniSettings, OnError
+
+
+def read(**section):
+    return OmniSettings.from_additional_config({"omni_core": section})
+
+
+@pytest.mark.parametrize("additional_config", [None, {}, {"another_plugin": {"enabled": True}}])
+def test_without_a_section_the_cache_is_off(additional_config):
+    assert OmniSettings.from_additional_config(additional_config) == OmniSettings(enabled=False)
+
+
+def test_every_setting_is_read():
+    settings = read(
+        enabled=True,
+        sink="safetensors",
+        sink_options={"directory": "rows"},
+        backend="cpu_sim",
+        staging_depth=6,
+        staging_claim_timeout_s=2,
+        join_timeout_s=3.5,
+        extra_row_bytes=1024,
+        on_error="raise",
+        tap=True,
+    )
+    assert settings == OmniSettings(
+        enabled=True,
+        sink="safetensors",
+        sink_options={"directory": "rows"},
+        backend="cpu_sim",
+        staging_depth=6,
+        staging_claim_timeout_s=2.0,
+        join_timeout_s=3.5,
+        extra_row_bytes=1024,
+        on_error=OnError.RAISE,
+        tap=True,
+    )
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"), [("enable", "enabled"), ("sink_option", "sink_options"), ("staging_dept", "staging_depth")]
+)
+def test_an_unknown_setting_names_the_nearest_known_one(written, meant):
+    with pytest.raises(SettingsError, match=rf"unknown setting omni_core\.{written}; did you mean '{meant}'\?"):
+        read(**{written: 1})
+
+
+def test_an_unknown_setting_without_a_near_one_lists_them_all():
+    with pytest.raises(SettingsError, match=r"omni_core\.zzz.*Known settings: enabled, sink, "):
+        read(zzz=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("enabled", "yes"),
+        ("enabled", 1),
+        ("tap", None),
+        ("sink", ""),
+        ("sink", 3),
+        ("backend", ""),
+        ("sink_options", ["directory"]),
+        ("sink_options", {1: "x"}),
+        ("staging_depth", 1),
+        ("staging_depth", True),
+        ("staging_depth", 2.0),
+        ("extra_row_bytes", -1),
+        ("on_error", "ignore"),
+        ("staging_claim_timeout_s", 0),
+        ("staging_claim_timeout_s", float("inf")),
+        ("join_timeout_s", float("nan")),
+        ("join_timeout_s", "60"),
+    ],
+)
+def test_a_wrong_value_names_the_setting_the_value_and_the_rule(name, value):
+    with pytest.raises(SettingsError) as refusal:
+        read(**{name: value})
+    assert f"omni_core.{name}={value!r}: must be" in str(refusal.value)
+
+
+def test_a_section_that_is_not_a_mapping_is_refused():
+    with pytest.raises(SettingsError, match="is a bool; make it a mapping"):
+        OmniSettings.from_additional_config({"omni_core": True})
+
+
+def test_settings_cannot_be_changed():
+    with pytest.raises(AttributeError):
+        read(enabled=True).enabled = False

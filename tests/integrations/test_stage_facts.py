@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the gate is told about a stage, and what it answers, without an engine."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from omni_core.integrations.vllm.errors import GateRefusedError
+from omni_core.integrations.vllm.settings import OmniSettings
+from omni_core.integrations.vllm.stage_facts import cache_config, decide, stage_facts
+from omni_core.integrations.vllm.versions import engine_version_problem
+from omni_core.prefix_cache.gate import GateStatus
+
+ON = OmniSettings(enabled=True)
+DRAFTS = SimpleNamespace(num_speculative_tokens=3)
+
+
+def vllm_config(**changed):
+    """A stage that the gate lets through, with `changed` parts."""
+    parts = {
+        "cache_config": SimpleNamespace(enable_prefix_caching=True, block_size=32, prefix_match_unit=None),
+        "parallel_config": SimpleNamespace(decode_context_parallel_size=1, prefill_context_parallel_size=1),
+        "scheduler_config": SimpleNamespace(policy="fcfs", max_num_batched_tokens=256),
+        "kv_transfer_config": None,
+        "speculative_config": None,
+        "model_config": SimpleNamespace(dtype=torch.bfloat16, get_hidden_size=lambda: 64),
+    }
+    return SimpleNamespace(**(parts | changed))
+
+
+def facts(config=None, settings=ON, **changed):
+    known = {
+        "is_output_rank": True,
+        "is_pooling": False,
+        "attention_group_kinds": ("full_attention",),
+        "block_table_block_size": 32,
+        "engine_version": "0.32.0",
+    }
+    return stage_facts(settings, config or vllm_config(), **(known | changed))
+
+
+def test_a_plain_stage_gets_a_cache():
+    assert decide(facts()).status is GateStatus.SUPPORTED
+
+
+@pytest.mark.parametrize(
+    ("changed", "rule"),
+    [
+        ({"settings": OmniSettings(enabled=False)}, "not_enabled"),
+        ({"is_pooling": True}, "pooling"),
+        ({"is_output_rank": False}, "not_output_rank"),
+        (
+            {
+                "config": vllm_config(
+                    cache_config=SimpleNamespace(enable_prefix_caching=False, block_size=32, prefix_match_unit=None)
+                )
+            },
+            "prefix_caching_off",
+        ),
+    ],
+)
+def test_a_stage_with_no_use_for_a_cache_is_left_alone(changed, rule):
+    decision = decide(facts(**changed))
+    assert (decision.status, decision.rule) == (GateStatus.IGNORED, rule)
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"config": vllm_config(speculative_config=DRAFTS)}, "num_speculative_tokens=3"),
+        ({"config": vllm_config(kv_transfer_config=SimpleNamespace(kv_role="kv_consumer"))}, "kv_role='kv_consumer'"),
+        ({"config": vllm_config(kv_transfer_config=SimpleNamespace(kv_role="kv_both"))}, "kv_role='kv_both'"),
+        (
+            {"config": vllm_config(scheduler_config=SimpleNamespace(policy="priority", max_num_batched_tokens=256))},
+            "scheduling_policy='priority'",
+        ),
+        (
+            {
+                "config": vllm_config(
+                    parallel_config=SimpleNamespace(decode_context_parallel_size=2, prefill_context_parallel_size=1)
+                )
+            },
+            "decode 2",
+        ),
+        ({"attention_group_kinds": ("sliding_window",)}, "sliding_window"),
+        ({"attention_group_kinds": ("mamba", "full_attention")}, "hybrid"),
+        ({"block_table_block_size": 16}, "block_size=32"),
+        ({"engine_version": "0.30.1"}, "0.30.1"),
+        ({"uses_v2_runner": True}, "VLLM_USE_V2_MODEL_RUNNER=0"),
+    ],
+)
+def test_a_stage_whose_rows_could_be_wrong_is_refused_with_the_reason(changed, named):
+    with pytest.raises(GateRefusedError) as refusal:
+        decide(facts(**changed))
+    assert named in str(refusal.value)
+
+
+def test_a_producer_is_served():
+    config = vllm_config(kv_transfer_config=SimpleNamespace(kv_role="kv_producer"))
+    assert decide(facts(config)).status is GateStatus.SUPPORTED
+
+
+@pytest.mark.parametrize("version", ["0.32.0", "0.32.1", "0.32.0+cpu", "0.32.0rc1"])
+def test_releases_this_was_made_for_have_no_problem(version):
+    assert engine_version_problem(version) is None
+
+
+@pytest.mark.parametrize("version", ["0.31.9", "0.33.0", "1.32.0", "dev", "0.3", ""])
+def test_another_release_is_a_problem_that_says_what_to_install(version):
+    assert "vLLM 0.32.x" in engine_version_problem(version)
+
+
+def test_the_caches_configuration_is_the_stages():
+    settings = OmniSettings(
+        enabled=True, staging_depth=3, extra_row_bytes=8, staging_claim_timeout_s=1.5, join_timeout_s=2.5
+    )
+    config = cache_config(settings, vllm_config(), num_blocks=100, block_size=32)
+    assert (config.num_blocks, config.block_size, config.hidden_size) == (100, 32, 64)
+    assert (config.hidden_dtype, config.max_num_tokens) == (torch.bfloat16, 256)
+    assert (config.staging_depth, config.extra_row_bytes) == (3, 8)
+    assert (config.staging_claim_timeout_s, config.join_timeout_s) == (1.5, 2.5)
