@@ -41,8 +41,8 @@ class StageFacts:
     """vLLM's `cache_config.block_size`."""
     block_table_block_size: int | None = None
     """Tokens per entry of the runner's block table."""
-    prefix_match_unit: int | None = None
-    """Tokens a prefix hit is a multiple of, if not the block size."""
+    kv_sharing_fast_prefill: bool = False
+    """vLLM's `cache_config.kv_sharing_fast_prefill`: layers that share KV skip prompt tokens."""
     engine_version: str | None = None
     engine_version_problem: str | None = None
     """Why this engine version is not supported, or `None`."""
@@ -140,12 +140,21 @@ GATE_RULES: tuple[GateRule, ...] = (
         ),
     ),
     GateRule(
+        "fast_prefill",
+        GateStatus.REFUSED,
+        lambda f: f.kv_sharing_fast_prefill,
+        lambda f: (
+            "kv_sharing_fast_prefill: the last layers skip prompt tokens, so their hidden rows are not the model's; "
+            "turn kv_sharing_fast_prefill off"
+        ),
+    ),
+    GateRule(
         "no_full_attention",
         GateStatus.REFUSED,
         lambda f: "full_attention" not in f.attention_group_kinds,
         lambda f: (
-            f"KV groups {list(f.attention_group_kinds)}: without a full-attention group a hit's blocks are not "
-            "all named; turn the cache off for this model"
+            f"KV groups {list(f.attention_group_kinds)}: this version mirrors a full-attention group, in "
+            "which a hit names all its blocks; turn the cache off for this model"
         ),
     ),
     GateRule(

@@ -199,7 +199,7 @@ def test_staging_wait_names_the_writes_that_hold_it(make_rig):
 
 
 def test_a_take_that_gives_up_leaves_the_others_whole(make_rig):
-    rig = make_rig(join_timeout_s=SHORT_S)
+    rig = make_rig(join_timeout_s=BRIEF_S)
     with rig.runtime.stop_at("committer.host_ready") as busy:
         first = rig.step(new("A", [1]))
         busy.wait_reached()

@@ -28,6 +28,7 @@ CASES = {
     ),
     "speculation": ({"num_speculative_tokens": 1}, GateStatus.REFUSED, "num_speculative_tokens=1"),
     "priority_scheduling": ({"scheduling_policy": "priority"}, GateStatus.REFUSED, "'priority'.*use 'fcfs'"),
+    "fast_prefill": ({"kv_sharing_fast_prefill": True}, GateStatus.REFUSED, "turn kv_sharing_fast_prefill off"),
     "no_full_attention": ({"attention_group_kinds": ("mamba",)}, GateStatus.REFUSED, "mamba"),
     "hybrid_groups": (
         {"attention_group_kinds": ("full_attention", "sliding_window")},

@@ -4,6 +4,8 @@
 import pytest
 import torch
 from cache_rig import BRIEF_S, SHORT_S, CacheRig, more, new
+from controlled_runtime import ControlledRuntime
+from omni_core_cpu_sim import CpuSimBackend
 from row_values import assert_rows
 
 from omni_core.backend.memory import tensor_nbytes
@@ -206,6 +208,7 @@ def test_close_with_a_copy_that_never_ends_is_bounded_and_may_be_tried_again():
 def test_close_during_a_gather_and_a_rescue(make_rig):
     rig = make_rig()
     rig.run(new("A", [1]))
+    rig.cache.flush()
     with rig.runtime.stop_at("prefetch.gathered") as gathering, rig.runtime.stop_at("committer.set_aside") as rescuing:
         hit = rig.step(new("C", [1, 2], hit=4))
         gathering.wait_reached()
@@ -244,9 +247,6 @@ def test_a_cache_that_gets_no_staging_leaves_nothing_behind(make_rig):
 def test_staging_refused_half_way_is_given_back(make_rig):
     rig = make_rig(staging_depth=2)
     arena_bytes = rig.config.staging_arena_bytes
-    from controlled_runtime import ControlledRuntime
-    from omni_core_cpu_sim import CpuSimBackend
-
     runtime = ControlledRuntime()
     backend = CpuSimBackend(runtime, max_pinned_bytes=3 * arena_bytes)
     with pytest.raises(MemoryError):

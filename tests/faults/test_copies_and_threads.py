@@ -88,6 +88,7 @@ def test_fault_094_a_copy_that_completes_steps_later_is_credited_to_its_own_step
 
 def test_fault_096_a_read_and_a_write_at_the_same_time_share_no_buffer(rig):
     rig.run(new("A", [1]), new("B", [2]))
+    rig.cache.flush()
     with rig.runtime.stop_at("prefetch.gathered") as reading, rig.runtime.stop_at("committer.write") as writing:
         hit = rig.step(new("C", [1, 3], hit=4))
         reading.wait_reached()
@@ -136,9 +137,7 @@ def settled_lock_entries(rig):
 
 def reclaim_all_under_a_pending_read(make_rig, num_tokens):
     """A read of `num_tokens` rows is pending while every one of their slots is written again."""
-    rig = make_rig(
-        runtime=WatchedRuntime(), num_blocks=num_tokens // 64 + 1, block_size=64, max_num_tokens=num_tokens
-    )
+    rig = make_rig(runtime=WatchedRuntime(), num_blocks=num_tokens // 64 + 1, block_size=64, max_num_tokens=num_tokens)
     blocks = list(range(num_tokens // 64))
     with rig.runtime.watch():
         rig.run(new("A", blocks, run=num_tokens))
@@ -171,8 +170,9 @@ def test_fault_099_the_step_path_waits_for_no_copy_and_makes_one_per_step(make_r
     with rig.held():
         rig.begin(new("A", [1]), new("B", [2]))
         steps = [rig.save({"list": [torch.ones(2), torch.ones(5)]})]
-        for number in range(5):
-            steps.append(rig.step(more("A", blocks=[3 + number]), new(f"r{number}", [1, 9 + number], hit=4)))
+        steps += [
+            rig.step(more("A", blocks=[3 + number]), new(f"r{number}", [1, 9 + number], hit=4)) for number in range(5)
+        ]
         assert rig.backend.copy_gate.admitted == 0
         assert "MainThread" not in {thread for thread, _ in rig.runtime.waits}
     rig.cache.flush()

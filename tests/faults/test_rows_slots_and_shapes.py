@@ -119,10 +119,10 @@ def test_fault_043_slots_of_a_group_with_another_block_size_are_refused(make_rig
     rig.begin(new("A", [1, 2, 3, 4], run=100))
     positions = np.arange(100)
     other_group = StepLayout(("A",), np.array([0, 100]), positions, 1 * 1024 + positions)
-    before = rig.cache.stats()
+    before = rig.stats()
     with pytest.raises(BlockSizeMismatchError, match="block_size=28"):
         rig.save(layout=other_group)
-    assert rig.cache.stats() == before
+    assert rig.stats() == before
     assert_rows(rig.take(rig.save())["A"], ("A", 0, 100))
 
 
@@ -162,10 +162,10 @@ def test_fault_049_a_key_too_big_for_the_settings_is_refused_not_skipped(make_ri
     rig.run(new("A", [1, 2], run=8))
     rig.begin(new("C", [1, 2, 3], hit=8, run=4))
     big = {"big": row_values("C", range(8, 12), "big", (1000,))}
-    before = rig.cache.stats()
+    before = rig.stats()
     with pytest.raises(StepTooLargeError, match="extra_row_bytes=0"):
         rig.save(big)
-    assert rig.cache.stats() == before
+    assert rig.stats() == before
     assert_rows(rig.take(rig.save())["C"], ("A", 0, 8), ("C", 8, 12))
 
 

@@ -19,7 +19,7 @@ DRAFTS = SimpleNamespace(num_speculative_tokens=3)
 def vllm_config(**changed):
     """A stage that the gate lets through, with `changed` parts."""
     parts = {
-        "cache_config": SimpleNamespace(enable_prefix_caching=True, block_size=32, prefix_match_unit=None),
+        "cache_config": SimpleNamespace(enable_prefix_caching=True, block_size=32, kv_sharing_fast_prefill=False),
         "parallel_config": SimpleNamespace(decode_context_parallel_size=1, prefill_context_parallel_size=1),
         "scheduler_config": SimpleNamespace(policy="fcfs", max_num_batched_tokens=256),
         "kv_transfer_config": None,
@@ -53,7 +53,7 @@ def test_a_plain_stage_gets_a_cache():
         (
             {
                 "config": vllm_config(
-                    cache_config=SimpleNamespace(enable_prefix_caching=False, block_size=32, prefix_match_unit=None)
+                    cache_config=SimpleNamespace(enable_prefix_caching=False, block_size=32, kv_sharing_fast_prefill=False)
                 )
             },
             "prefix_caching_off",

@@ -17,7 +17,7 @@ from omni_core.prefix_cache.manager import OmniPrefixCacheManager
 
 SHORT_S = 0.05
 """A time limit that is meant to pass."""
-BRIEF_S = 0.5
+BRIEF_S = 1.0
 """The same, for a cache that afterwards has to serve within the same limit on a loaded machine."""
 
 

@@ -44,7 +44,7 @@ def stage_facts(
         prefill_context_parallel_size=parallel_config.prefill_context_parallel_size,
         scheduler_block_size=cache_config.block_size,
         block_table_block_size=block_table_block_size,
-        prefix_match_unit=cache_config.prefix_match_unit,
+        kv_sharing_fast_prefill=bool(cache_config.kv_sharing_fast_prefill),
         engine_version=engine_version,
         engine_version_problem=engine_version_problem(engine_version, uses_v2_runner=uses_v2_runner),
     )
