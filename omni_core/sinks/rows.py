@@ -1,0 +1,313 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Puts a request's deliveries together by position. Every sink that keeps rows uses this one implementation."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from omni_core.prefix_cache.config import HIDDEN_KEY
+from omni_core.prefix_cache.outputs import TokenRange
+from omni_core.sinks.base import RequestEnd, SinkDelivery, SinkRequestEnd
+from omni_core.sinks.errors import (
+    DuplicateRowsError,
+    RequestEndedError,
+    RowsGapError,
+    RowsMismatchError,
+    UnknownRequestError,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRequest:
+    """A whole request as a sink kept it: one tensor per key, rows in the order of their positions."""
+
+    req_id: str
+    """The engine's internal id."""
+    client_req_id: str | None
+    end: RequestEnd
+    ranges: tuple[TokenRange, ...]
+    """Positions kept, ascending, disjoint and not adjacent: one range for a whole request."""
+    missing: tuple[TokenRange, ...]
+    """Positions promised and never delivered."""
+    rows: Mapping[str, torch.Tensor]
+    """Key → CPU tensor `(num_rows, *trailing)`; row `i` belongs to the `i`-th position of `ranges_of(key)`."""
+    token_ids: npt.NDArray[np.int64]
+    """`(num_rows,)`: the token at each position of `ranges`."""
+    key_ranges: Mapping[str, tuple[TokenRange, ...]] = field(default_factory=dict)
+    """Keys that came with some deliveries only, with the positions they cover."""
+    leftovers: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    """Outputs without a row per token: the values in the order they came."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether the request was not aborted and nothing promised to it is missing."""
+        return self.end in (RequestEnd.FINISHED, RequestEnd.FLUSHED) and not self.missing
+
+    @property
+    def num_rows(self) -> int:
+        """How many positions are kept."""
+        return sum(stop - start for start, stop in self.ranges)
+
+    @property
+    def positions(self) -> npt.NDArray[np.int64]:
+        """`(num_rows,)`: the absolute position of each row."""
+        return positions_of(self.ranges)
+
+    @property
+    def hidden_states(self) -> torch.Tensor:
+        """`rows[HIDDEN_KEY]`, `(num_rows, hidden_size)`.
+
+        Raises:
+            UnknownRequestError: the stage delivered no hidden rows for this request.
+        """
+        try:
+            return self.rows[HIDDEN_KEY]
+        except KeyError:
+            keys = ", ".join(sorted(map(repr, self.rows))) or "none"
+            raise UnknownRequestError(f"request {self.req_id!r} has no hidden rows; keys kept: {keys}") from None
+
+    def ranges_of(self, key: str) -> tuple[TokenRange, ...]:
+        """The positions that `rows[key]` covers."""
+        return self.key_ranges.get(key, self.ranges)
+
+
+def positions_of(ranges: Iterable[TokenRange]) -> npt.NDArray[np.int64]:
+    """Every position of `ranges`, in order, as one array."""
+    runs = [np.arange(start, stop, dtype=np.int64) for start, stop in ranges]
+    return np.concatenate(runs) if runs else np.empty(0, dtype=np.int64)
+
+
+def merge_ranges(ranges: Iterable[TokenRange]) -> tuple[TokenRange, ...]:
+    """Ascending, disjoint ranges with adjacent ones made one."""
+    merged: list[TokenRange] = []
+    for start, stop in ranges:
+        if merged and merged[-1][1] == start:
+            merged[-1] = (merged[-1][0], stop)
+        else:
+            merged.append((start, stop))
+    return tuple(merged)
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    span: TokenRange
+    rows: Mapping[str, torch.Tensor]
+    token_ids: npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class CollectedRequest:
+    """An ended request, not yet joined: per key its pieces in the order of their positions."""
+
+    end: SinkRequestEnd
+    ranges: tuple[TokenRange, ...]
+    pieces: Mapping[str, Sequence[torch.Tensor]]
+    """Key → contiguous CPU tensors that follow each other; at least one per key."""
+    token_id_pieces: Sequence[npt.NDArray[np.int64]]
+    key_ranges: Mapping[str, tuple[TokenRange, ...]]
+    leftovers: Mapping[str, tuple[Any, ...]]
+
+    @property
+    def num_rows(self) -> int:
+        """How many positions were delivered."""
+        return sum(stop - start for start, stop in self.ranges)
+
+    def join(self) -> StoredRequest:
+        """One tensor per key. Copies every row once."""
+        return StoredRequest(
+            req_id=self.end.req_id,
+            client_req_id=self.end.client_req_id,
+            end=self.end.end,
+            ranges=self.ranges,
+            missing=self.end.missing,
+            rows={key: torch.cat(tuple(pieces)) for key, pieces in self.pieces.items()},
+            token_ids=np.concatenate(self.token_id_pieces) if self.token_id_pieces else np.empty(0, dtype=np.int64),
+            key_ranges=self.key_ranges,
+            leftovers=self.leftovers,
+        )
+
+
+class _Collector:
+    """What came for one request so far, sorted by position."""
+
+    def __init__(self, req_id: str) -> None:
+        self._req_id = req_id
+        self._starts: list[int] = []
+        self._chunks: list[_Chunk] = []
+        self._specs: dict[str, tuple[torch.Size, torch.dtype]] = {}
+        self._leftovers: dict[str, list[Any]] = {}
+
+    def add(self, delivery: SinkDelivery) -> None:
+        self._check_counts(delivery)
+        self._check_specs(delivery)
+        places = [self._place_of(span, delivery.step_id) for span in delivery.ranges]
+        kept = {key: copy_of(rows) for key, rows in delivery.rows.items()}
+        token_ids = np.array(delivery.token_ids, dtype=np.int64)
+        at = 0
+        for inserted, (place, span) in enumerate(zip(places, delivery.ranges, strict=True)):
+            count = span[1] - span[0]
+            cut = {key: tensor[at : at + count] for key, tensor in kept.items()}
+            self._starts.insert(place + inserted, span[0])
+            self._chunks.insert(place + inserted, _Chunk(span, cut, token_ids[at : at + count]))
+            at += count
+        for key, rows in kept.items():
+            self._specs.setdefault(key, (rows.shape[1:], rows.dtype))
+        for key, value in delivery.leftovers.items():
+            self._leftovers.setdefault(key, []).append(deep_copy_of(value))
+
+    def _check_counts(self, delivery: SinkDelivery) -> None:
+        where = f"request {self._req_id!r}, step {delivery.step_id}"
+        for start, stop in delivery.ranges:
+            if not 0 <= start < stop:
+                raise RowsMismatchError(f"{where}: range [{start}, {stop}) holds no position")
+        for (_, stop), (start, _) in pairwise(delivery.ranges):
+            if start < stop:
+                raise RowsMismatchError(f"{where}: ranges {list(delivery.ranges)} are not ascending and disjoint")
+        count = sum(stop - start for start, stop in delivery.ranges)
+        for key, rows in delivery.rows.items():
+            if rows.dim() < 1 or rows.shape[0] != count:
+                raise RowsMismatchError(
+                    f"{where}: key {key!r} has shape {tuple(rows.shape)} for {count} delivered positions"
+                )
+        if delivery.token_ids.shape != (count,):
+            raise RowsMismatchError(
+                f"{where}: token_ids has shape {delivery.token_ids.shape} for {count} delivered positions"
+            )
+
+    def _check_specs(self, delivery: SinkDelivery) -> None:
+        for key, rows in delivery.rows.items():
+            trailing, dtype = self._specs.get(key, (rows.shape[1:], rows.dtype))
+            if (rows.shape[1:], rows.dtype) != (trailing, dtype):
+                raise RowsMismatchError(
+                    f"request {self._req_id!r}, step {delivery.step_id}: key {key!r} came as {tuple(rows.shape[1:])} "
+                    f"{rows.dtype} per row, before as {tuple(trailing)} {dtype}"
+                )
+
+    def _place_of(self, span: TokenRange, step_id: int) -> int:
+        place = bisect_right(self._starts, span[0])
+        neighbours = self._chunks[max(place - 1, 0) : place + 1]
+        for there in neighbours:
+            first, last = max(span[0], there.span[0]), min(span[1], there.span[1])
+            if first < last:
+                raise DuplicateRowsError(
+                    f"request {self._req_id!r}, step {step_id}: positions [{first}, {last}) were delivered before"
+                )
+        return place
+
+    def collected(self, end: SinkRequestEnd) -> CollectedRequest:
+        ranges = merge_ranges(chunk.span for chunk in self._chunks)
+        if end.end in (RequestEnd.FINISHED, RequestEnd.FLUSHED):
+            self._check_whole(ranges, end.missing)
+        pieces: dict[str, list[torch.Tensor]] = {}
+        spans: dict[str, list[TokenRange]] = {}
+        for chunk in self._chunks:
+            for key, rows in chunk.rows.items():
+                pieces.setdefault(key, []).append(rows)
+                spans.setdefault(key, []).append(chunk.span)
+        key_ranges = {key: merge_ranges(covered) for key, covered in spans.items()}
+        return CollectedRequest(
+            end=end,
+            ranges=ranges,
+            pieces=pieces,
+            token_id_pieces=[chunk.token_ids for chunk in self._chunks],
+            key_ranges={key: covered for key, covered in key_ranges.items() if covered != ranges},
+            leftovers={key: tuple(values) for key, values in self._leftovers.items()},
+        )
+
+    def _check_whole(self, ranges: Sequence[TokenRange], missing: Sequence[TokenRange]) -> None:
+        for (_, stop), (start, _) in pairwise(sorted((*ranges, *missing))):
+            if start > stop:
+                raise RowsGapError(
+                    f"request {self._req_id!r}: positions [{stop}, {start}) were neither delivered nor reported "
+                    f"missing (delivered {list(ranges)}, missing {list(missing)})"
+                )
+            if start < stop:
+                raise RowsMismatchError(
+                    f"request {self._req_id!r}: positions [{start}, {stop}) are reported missing but were delivered, "
+                    f"or reported twice (delivered {list(ranges)}, missing {list(missing)})"
+                )
+
+
+class RequestJoiner:
+    """Collects deliveries of many requests. One thread only (the builder); blocks on nothing.
+
+    After an error of `add` or `finish` the request's rows are gone and its later rows are refused: the builder sends no
+    more of a request whose delivery raised, so nothing else would free them.
+    """
+
+    def __init__(self, max_ended_ids: int = 65536) -> None:
+        """`max_ended_ids`: how many ended requests are remembered to refuse rows that come after the end."""
+        self._max_ended_ids = max_ended_ids
+        self._collectors: dict[str, _Collector] = {}
+        self._ended: dict[str, None] = {}
+
+    def add(self, delivery: SinkDelivery) -> None:
+        """Copy one delivery's rows.
+
+        Raises:
+            RowsMismatchError: row counts, widths or dtypes disagree.
+            DuplicateRowsError: a position came before.
+            RequestEndedError: the request has ended, or an earlier delivery of it raised.
+        """
+        if delivery.req_id in self._ended:
+            raise RequestEndedError(
+                f"request {delivery.req_id!r}, step {delivery.step_id}: rows {list(delivery.ranges)} came after its end"
+            )
+        collector = self._collectors.setdefault(delivery.req_id, _Collector(delivery.req_id))
+        try:
+            collector.add(delivery)
+        except Exception:
+            self._forget(delivery.req_id)
+            raise
+
+    def finish(self, end: SinkRequestEnd) -> CollectedRequest:
+        """Everything that came for a request, which ends here. One without any rows gives an empty collection.
+
+        Raises:
+            RowsGapError: positions in the middle were neither delivered nor declared missing.
+            RowsMismatchError: a position is both delivered and missing.
+            RequestEndedError: the request has ended before.
+        """
+        if end.req_id in self._ended:
+            raise RequestEndedError(f"request {end.req_id!r} ended a second time, as {end.end.value}")
+        collector = self._collectors.get(end.req_id) or _Collector(end.req_id)
+        self._forget(end.req_id)
+        return collector.collected(end)
+
+    def clear(self) -> None:
+        """Drop every request that has not ended."""
+        self._collectors.clear()
+
+    def _forget(self, req_id: str) -> None:
+        self._collectors.pop(req_id, None)
+        self._ended[req_id] = None
+        while len(self._ended) > self._max_ended_ids:
+            del self._ended[next(iter(self._ended))]
+
+
+def copy_of(rows: torch.Tensor) -> torch.Tensor:
+    """A contiguous copy that shares no memory with `rows`."""
+    return rows.detach().clone(memory_format=torch.contiguous_format)
+
+
+def deep_copy_of(value: Any) -> Any:
+    """A leftover with every tensor and array in it copied; other objects pass through."""
+    if isinstance(value, torch.Tensor):
+        return copy_of(value)
+    if isinstance(value, np.ndarray):
+        return value.copy()
+    if isinstance(value, Mapping):
+        return {key: deep_copy_of(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [deep_copy_of(item) for item in value]
+    if type(value) is tuple:
+        return tuple(deep_copy_of(item) for item in value)
+    return value
