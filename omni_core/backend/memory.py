@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 import torch
 
-_Asked = tuple[int, tuple[int, ...], torch.dtype, bool]
-"""First byte, shape and dtype of a view, and whether it is made in inference mode."""
+_Asked = tuple[int, tuple[int, ...], torch.dtype]
+"""First byte, shape and dtype of a view."""
 
 CARVE_ALIGNMENT_BYTES = 64
 """Every carved tensor starts on a multiple of this: the widest vector load of today's CPUs, a whole cache line."""
@@ -48,7 +48,7 @@ class ByteCarver:
         self._num_taken = 0
         # Steps of a decode phase ask for the same views in the same order; making a view is a torch operation.
         self._carved: list[tuple[_Asked, torch.Tensor, int]] = []
-        self._used_view: tuple[tuple[int, bool], torch.Tensor] | None = None
+        self._used_view = arena[:0]
 
     @property
     def capacity_bytes(self) -> int:
@@ -71,8 +71,7 @@ class ByteCarver:
         Raises:
             ValueError: the arena has not that many bytes left; nothing is handed out.
         """
-        # A view made in inference mode may not be written outside it.
-        asked = (self._used_bytes, tuple(shape), dtype, torch.is_inference_mode_enabled())
+        asked = (self._used_bytes, tuple(shape), dtype)
         if self._num_taken < len(self._carved):
             known, view, end = self._carved[self._num_taken]
             if known == asked:
@@ -94,16 +93,16 @@ class ByteCarver:
 
     def used(self) -> torch.Tensor:
         """uint8 view of everything handed out so far, from the arena's first byte."""
-        asked = (self._used_bytes, torch.is_inference_mode_enabled())
-        if self._used_view is None or self._used_view[0] != asked:
-            self._used_view = (asked, self._arena[: self._used_bytes])
-        return self._used_view[1]
+        if self._used_view.numel() != self._used_bytes:
+            self._used_view = self._arena[: self._used_bytes]
+        return self._used_view
 
     def _view(self, asked: _Asked) -> torch.Tensor:
-        start, shape, dtype, _ = asked
+        start, shape, dtype = asked
         typed = self._typed.get(dtype)
         if typed is None:
             whole_bytes = self.capacity_bytes // dtype.itemsize * dtype.itemsize
+            # Viewed under inference mode as another dtype, it could never be written outside.
             with torch.inference_mode(mode=False):
                 typed = self._typed[dtype] = self._arena[:whole_bytes].view(dtype)
         strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]

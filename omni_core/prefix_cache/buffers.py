@@ -25,7 +25,7 @@ class HostBuffer:
 
     def __init__(self, nbytes: int) -> None:
         with torch.inference_mode(False):  # an inference tensor could not be written by our other threads
-            self._bytes = torch.empty(nbytes, dtype=torch.uint8)
+            self._bytes = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
     @property
     def nbytes(self) -> int:

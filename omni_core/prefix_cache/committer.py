@@ -105,7 +105,7 @@ class Committer:
 
     def forgive(self) -> None:
         """After a failure: every id given out so far counts as landed; none of them can be planned any more."""
-        self.landed_upto = self._table.last_write_id
+        self.landed_upto = self._table.last_id
 
     def join(self, timeout_s: float) -> bool:
         """Wait for the thread to end after `state.closing` was set. No lock held."""

@@ -53,7 +53,7 @@ def digest_events(events: StepEvents, table: SlotTable) -> EventDigest:
         elif event.kind is RequestEventKind.EXTENDED:
             fresh.extend(event.block_ids)
         else:
-            hit_blocks = -(-event.num_computed_tokens // table.block_size)
+            hit_blocks = max(0, -(-event.num_computed_tokens // table.block_size))
             fresh.extend(event.block_ids[hit_blocks:])
             error = _refusal(event, hit_blocks, table.block_size)
             if error is not None:
@@ -98,10 +98,11 @@ def _refusal(event: RequestEvent, hit_blocks: int, block_size: int) -> RequestEr
             f"{event.kind.value} with {blocks} and {event.num_computed_tokens} computed tokens; this version "
             f"serves no {event.kind.value} request: size the KV cache so that none is preempted, or run it again",
         )
-    if event.num_computed_tokens < 0 or hit_blocks > len(event.block_ids):
+    if event.num_computed_tokens < 0 or event.num_scheduled_tokens < 0 or hit_blocks > len(event.block_ids):
         return RequestEventError(
             event.req_id,
-            f"started with num_computed_tokens={event.num_computed_tokens}, which needs {hit_blocks} blocks of "
+            f"started with num_computed_tokens={event.num_computed_tokens} and num_scheduled_tokens="
+            f"{event.num_scheduled_tokens}: neither may be negative, and the first needs {hit_blocks} blocks of "
             f"block_size={block_size}, but its table names {len(event.block_ids)}",
         )
     return None

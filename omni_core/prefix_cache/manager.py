@@ -21,6 +21,7 @@ from omni_core.prefix_cache.errors import (
     CacheFailedError,
     FeatureUnsupportedError,
     JoinTimeoutError,
+    OmniPrefixCacheError,
     OmniPrefixCacheStagingTimeoutError,
     ReadFailedError,
     RequestError,
@@ -240,32 +241,22 @@ class OmniPrefixCacheManager:
             )
         asked = tuple(dict.fromkeys(req_ids))
         what = f"materialize of step {step_id}"
-        with self._state.lock:
-            context = self._consume(step_id, StepEnd.MATERIALIZED, asked, what)
-            self._state.enter_pages()
-            epoch = self._state.epoch
-            self._state.wait(
-                lambda: context.task.host_ready and all(read.complete for read in context.reads),
-                self.config.join_timeout_s,
-            )
-            problem = self._state.problem(what)
-            if problem is None and self._state.epoch != epoch:
-                problem = CacheFailedError(f"{what}: the cache was reset while it waited; the step's rows are gone")
-            if problem is None and not context.task.host_ready:
-                problem = JoinTimeoutError(
-                    f"step {step_id}: its copy did not complete within join_timeout_s={self.config.join_timeout_s}: "
-                    f"{context.task}; its rows stay owed to their requests"
-                )
-            failed = dict(context.failed)
-            for read in context.reads:
-                if read.pending_batches or read.error is not None:
-                    failed.update(self._read_failures(context, read))
+        context: StepContext | None = None
         joined = Joined({}, [])
+        kept: list[HostBuffer] = []
         try:
+            with self._state.lock:
+                context = self._consume(step_id, StepEnd.MATERIALIZED, asked, what)
+                problem = self._await_step(context, what)
+                failed = dict(context.failed)
+                for read in context.reads:
+                    if read.pending_batches or read.error is not None:
+                        failed.update(self._read_failures(context, read))
             if problem is None:
                 joined = self._join(context, [req_id for req_id in asked if req_id not in failed])
         finally:
-            kept = self._settlement.settle(context, joined.served)
+            if context is not None:
+                kept = self._settlement.settle(context, joined.served)
         if problem is not None:
             raise problem
         buffers = joined.buffers + kept
@@ -283,7 +274,6 @@ class OmniPrefixCacheManager:
         what = f"discard of step {step_id}"
         with self._state.lock:
             context = self._consume(step_id, StepEnd.DISCARDED, (), what)
-            self._state.enter_pages()
             problem = self._state.problem(what)
         self._settlement.settle(context, {})
         if problem is not None:
@@ -329,14 +319,15 @@ class OmniPrefixCacheManager:
             if self._state.closing:
                 raise CacheClosedError("reset: the cache is closed")
             committer.pause()
-            idle = self._state.progress.wait_for(lambda: not committer.writing, self.config.join_timeout_s)
-            if idle:
-                writes_dropped = committer.drop_queue()
-            committer.go_on()
+            try:
+                idle = self._state.progress.wait_for(lambda: not committer.writing, self.config.join_timeout_s)
+                writes_dropped = committer.drop_queue() if idle else 0
+            finally:
+                committer.go_on()
             if not idle:
                 raise JoinTimeoutError(
-                    f"reset: the write under way did not end within join_timeout_s={self.config.join_timeout_s}, nothing "
-                    f"was reset: {', '.join(map(str, committer.open_tasks))}"
+                    f"reset: the write under way did not end within join_timeout_s={self.config.join_timeout_s}; "
+                    f"nothing was reset: {', '.join(map(str, committer.open_tasks))}"
                 )
             rows_cleared = self._table.present_rows()
             failure = self._state.failure
@@ -471,7 +462,25 @@ class OmniPrefixCacheManager:
             self._steps_materialized += 1
         else:
             self._steps_discarded += 1
+        self._state.enter_pages()
         return self._steps.consume(step_id, end)
+
+    def _await_step(self, context: StepContext, what: str) -> OmniPrefixCacheError | None:
+        """Wait for a step's copy and reads; returns why its rows cannot be had. State lock held, free while waiting."""
+        epoch = self._state.epoch
+        self._state.wait(
+            lambda: context.task.host_ready and all(read.complete for read in context.reads),
+            self.config.join_timeout_s,
+        )
+        problem = self._state.problem(what)
+        if problem is None and self._state.epoch != epoch:
+            return CacheFailedError(f"{what}: the cache was reset while it waited; the step's rows are gone")
+        if problem is None and not context.task.host_ready:
+            return JoinTimeoutError(
+                f"{what}: its copy did not complete within join_timeout_s={self.config.join_timeout_s}: "
+                f"{context.task}; its rows stay owed to their requests"
+            )
+        return problem
 
     def _read_failures(self, context: StepContext, read: StepRead) -> dict[str, RequestError]:
         cause = read.error or f"not gathered within join_timeout_s={self.config.join_timeout_s}"

@@ -26,7 +26,7 @@ class ReadPlanner:
 
     def plan(self, label: str, requests: list[ReadRequest]) -> StepRead:
         """Pin the rows of these requests as they are now, and start to gather those that are present."""
-        read = StepRead(label, requests)
+        read = StepRead(label, requests, self._table.last_id)
         for key in self._table.keys:
             read.keys[key] = KeyEntries(self._table.present_ids(key, read.slots))
         self._table.pin(read.stored_slots)

@@ -11,6 +11,7 @@ import torch
 
 from omni_core.prefix_cache.buffers import HostBuffer
 from omni_core.prefix_cache.outputs import TokenRange
+from omni_core.prefix_cache.owed import OwedRows
 from omni_core.prefix_cache.slot_table import ABSENT, Slots, WriteIds
 
 _NO_RESCUE = 0
@@ -106,9 +107,10 @@ class StepRead:
     `end`; then its pins are gone and its buffers belong to whoever `end` or `take_buffers` gave them to.
     """
 
-    def __init__(self, step_label: str, requests: list[ReadRequest]) -> None:
-        """Lay out the entries. No lock needed."""
+    def __init__(self, step_label: str, requests: list[ReadRequest], planned_at: int) -> None:
+        """Lay out the entries. No lock needed. `planned_at` is the last id given out before the plan."""
         self.step_label = step_label
+        self.planned_at = planned_at
         self.spans: dict[str, ReadSpan] = {}
         entry = buffer_row = 0
         for request in requests:
@@ -152,6 +154,11 @@ class StepRead:
         span = self.spans[req_id]
         absent: npt.NDArray[np.int64] = span.positions[self.keys[key].ids[span.entries] == ABSENT]
         return absent
+
+    def owed_rows(self, req_id: str) -> OwedRows:
+        """A request's entries, to be read again in a later step."""
+        span = self.spans[req_id]
+        return OwedRows(span.positions, self.slots[span.entries], self.planned_at)
 
     def side_buffers(self) -> list[HostBuffer]:
         """Take the set-aside buffers; the read holds none any more."""

@@ -57,9 +57,10 @@ class RequestRefusals:
             ranges = ranges_of(read.absent_positions(req_id, HIDDEN_KEY))
             error = HitRowsAbsentError(
                 req_id,
-                f"{step}: the engine skipped tokens {list(ranges)} as cached, but no hidden rows are stored for them "
-                "(their block was published and its forward never ran, or it was computed before the cache was on); "
-                "run the request again without prefix-cache reads",
+                f"{step}: tokens {list(ranges)} were not computed in this step, and no hidden rows are stored for them "
+                "(the engine took them as cached although their forward never ran or ran before the cache was on, or "
+                "their block changed hands before an undelivered step could be read again); run the request again "
+                "without prefix-cache reads",
             )
             self.refuse(error)
             refused[req_id] = error

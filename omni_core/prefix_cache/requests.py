@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
 from itertools import repeat
 
 import numpy as np
@@ -12,27 +11,13 @@ import numpy.typing as npt
 
 from omni_core.prefix_cache.errors import RequestError
 from omni_core.prefix_cache.outputs import PartialRequest
+from omni_core.prefix_cache.owed import MissingSets, OwedRows
 from omni_core.prefix_cache.reads import ranges_of
-from omni_core.prefix_cache.slot_table import Slots
 
 UNKNOWN = -1
 """Row of a request the table does not know: the last row of each column, which expects no position and has serial 0."""
 _EXPECTS_NOTHING = -1
 _INITIAL_ROWS = 64
-
-
-@dataclass(slots=True)
-class OwedRows:
-    """Rows of discarded or failed steps that a request still has to get: positions, and where they are stored."""
-
-    positions: npt.NDArray[np.int64]
-    slots: Slots
-
-    def merged(self, positions: npt.NDArray[np.int64], slots: Slots) -> OwedRows:
-        """Both sets, by ascending position."""
-        every = np.concatenate((self.positions, positions))
-        order = np.argsort(every, kind="stable")
-        return OwedRows(every[order], np.concatenate((self.slots, slots))[order])
 
 
 class RequestTable:
@@ -52,7 +37,7 @@ class RequestTable:
         self._last_serial = 0
         self._num_rows = 0
         self._errors: dict[str, RequestError] = {}
-        self._owed: dict[str, OwedRows] = {}
+        self.missing = MissingSets()
         self._partial: deque[PartialRequest] = deque(maxlen=max_partial_reports)
 
     def __len__(self) -> int:
@@ -91,7 +76,7 @@ class RequestTable:
             return False
         self._failed[row] = True
         self._errors[error.req_id] = error
-        self._owed.pop(error.req_id, None)
+        self.missing.forget(error.req_id)
         return True
 
     def end(self, req_id: str) -> None:
@@ -102,9 +87,9 @@ class RequestTable:
         self._forget_batch()
         self._free.append(row)
         self._errors.pop(req_id, None)
-        owed = self._owed.pop(req_id, None)
-        if owed is not None:
-            self._partial.append(PartialRequest(req_id, ranges_of(owed.positions)))
+        owed = self.missing.forget(req_id)
+        if len(owed):
+            self._partial.append(PartialRequest(req_id, ranges_of(owed)))
 
     def forget_all(self) -> int:
         """Forget every request (`reset`); returns how many there were."""
@@ -154,29 +139,14 @@ class RequestTable:
     def _forget_batch(self) -> None:
         self._last_batch = ((), self._last_batch[1][:0])
 
-    # -- the missing set ----------------------------------------------------------------------------------------------
-
-    @property
-    def any_owed(self) -> bool:
-        """Whether some live request has undelivered rows of a discarded or failed step."""
-        return bool(self._owed)
-
-    def owe(self, req_id: str, serial: int, positions: npt.NDArray[np.int64], slots: Slots) -> None:
+    def owe(self, req_id: str, serial: int, rows: OwedRows) -> None:
         """These rows were not delivered: add them to the missing set, or report them if that life has ended."""
-        if len(positions) == 0 or serial == 0:
+        if len(rows.positions) == 0 or serial == 0:
             return
         if self.serial(req_id) != serial:
-            self._partial.append(PartialRequest(req_id, ranges_of(positions)))
-            return
-        if req_id in self._errors:
-            return
-        owed = self._owed.get(req_id)
-        empty = OwedRows(positions[:0], slots[:0])
-        self._owed[req_id] = (owed or empty).merged(positions, slots)
-
-    def take_owed(self, req_id: str) -> OwedRows | None:
-        """Move a request's missing set into the step that will deliver it."""
-        return self._owed.pop(req_id, None)
+            self._partial.append(PartialRequest(req_id, ranges_of(rows.positions)))
+        elif req_id not in self._errors:
+            self.missing.add(req_id, rows)
 
     def take_partial(self) -> tuple[PartialRequest, ...]:
         """Ended requests with rows never delivered, once each."""

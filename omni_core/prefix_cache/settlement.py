@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from omni_core.prefix_cache.buffers import HostBuffer, HostBufferPool
 from omni_core.prefix_cache.delivery import BatchRun
 from omni_core.prefix_cache.outputs import RequestRows
+from omni_core.prefix_cache.owed import OwedRows
 from omni_core.prefix_cache.planner import ReadPlanner
 from omni_core.prefix_cache.requests import RequestTable
 from omni_core.prefix_cache.staging import StagingBufferPool
@@ -50,6 +51,7 @@ class StepSettlement:
             unused = self.end_step(context)
             self.rows_delivered += sum(rows.num_rows for rows in served.values())
             self.rows_from_hits += from_hits
+            self._requests.missing.delivered(served)
             for run in undelivered:
                 self._owe(context, run)
             self._state.leave_pages()
@@ -61,10 +63,12 @@ class StepSettlement:
         serial = int(context.serials[run.index])
         stored = context.read_of(run.req_id)
         if stored is not None:
-            span = stored.spans[run.req_id]
-            self._requests.owe(run.req_id, serial, span.positions, stored.slots[span.entries])
+            self._requests.owe(run.req_id, serial, stored.owed_rows(run.req_id))
+            if stored is context.owed_read:
+                self._requests.missing.back_off(run.req_id)
         rows = slice(run.first, run.last)
-        self._requests.owe(run.req_id, serial, context.positions[rows], context.slots[rows])
+        owed = OwedRows(context.positions[rows], context.slots[rows], context.task.write_id)
+        self._requests.owe(run.req_id, serial, owed)
 
     def end_step(self, context: StepContext) -> list[HostBuffer]:
         """Release a step's reads and its hold on staging. State lock held."""

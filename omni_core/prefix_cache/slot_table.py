@@ -18,17 +18,20 @@ ABSENT = 0
 class SlotTable:
     """numpy tables over the slots of the mirrored KV cache. Every method needs the state lock, or says otherwise.
 
-    Logical state is the engine thread's: a block's tenancy is a floor, the last write id given out when the tenancy
-    began, and a row is present only if its latest claim lies above its block's floor. Starting a tenancy is therefore
-    one store per block, whatever the number of keys. Physical state is the committer's: the stamp of a row is the id of
-    the write that lies there, or is being put there.
+    Logical state is the engine thread's. Tenancies and writes take their ids from one counter: a block's tenancy is a
+    floor, the id it began with, and a row is present only if its latest claim lies above its block's floor. Starting a
+    tenancy is therefore one store per block, whatever the number of keys. Physical state is the committer's: the stamp
+    of a row is the id of the write that lies there, or is being put there.
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.num_slots = num_blocks * block_size
+        self.last_id = ABSENT
+        """The last id given out, to a write or a tenancy."""
         self.last_write_id = ABSENT
+        """The last id given out to a write."""
         self._tenancy_floor: WriteIds = np.zeros(num_blocks, np.int64)
         self._pins: npt.NDArray[np.int32] = np.zeros(self.num_slots, np.int32)
         self._latest: dict[str, WriteIds] = {}
@@ -65,16 +68,20 @@ class SlotTable:
 
     def start_tenancies(self, block_ids: Slots) -> None:
         """Make every key's rows of these blocks absent, for later plans only. No row, pin or stamp changes."""
-        self._tenancy_floor[block_ids] = self.last_write_id
+        if block_ids.size:
+            self.last_id += 1
+            self._tenancy_floor[block_ids] = self.last_id
 
     def start_all_tenancies(self) -> None:
         """The same for every block (`reset`)."""
-        self._tenancy_floor[:] = self.last_write_id
+        self.last_id += 1
+        self._tenancy_floor[:] = self.last_id
 
     def next_write_id(self) -> int:
         """Give out the next write id."""
-        self.last_write_id += 1
-        return self.last_write_id
+        self.last_id += 1
+        self.last_write_id = self.last_id
+        return self.last_id
 
     def claim(self, keys: tuple[str, ...], slots: Slots, write_id: int) -> None:
         """Write `write_id` will put rows of `keys` at `slots`; other keys' rows there stay as they are."""
@@ -86,6 +93,11 @@ class SlotTable:
         ids = self._latest[key][slots]
         present = (ids > self._tenancy_floor[slots // self.block_size]) & (slots >= 0)
         return np.where(present, ids, ABSENT)
+
+    def still_held(self, slots: Slots, since: int) -> Slots:
+        """The slots whose block has had no new tenancy since id `since`; -1 in place of the others."""
+        held = (self._tenancy_floor[slots // self.block_size] <= since) & (slots >= 0)
+        return np.where(held, slots, -1)
 
     def pin(self, slots: Slots) -> None:
         """Count one more outstanding read on each of these slots; one named twice counts once, as in `unpin`."""

@@ -50,6 +50,8 @@ class StepContext:
     staging_slot: StagingSlot
     task: WriteTask
     reads: list[StepRead]
+    owed_read: StepRead | None = None
+    """Of `reads`, the one that carries rows of earlier, undelivered steps."""
     failed: dict[str, RequestError] = field(default_factory=dict)
 
     @property

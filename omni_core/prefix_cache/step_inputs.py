@@ -225,9 +225,11 @@ class OutputClassifier:
     def _check_spec(self, key: str, rows: torch.Tensor) -> None:
         known = self._specs.get(key)
         if known is not None and (known.trailing_shape != rows.shape[1:] or known.dtype != rows.dtype):
+            setting = f"hidden_size={self._config.hidden_size}, hidden_dtype={self._config.hidden_dtype}"
             raise KeyShapeChangedError(
-                f"key {key!r} came with rows {tuple(rows.shape[1:])} of {rows.dtype}, but is stored with rows "
-                f"{known.trailing_shape} of {known.dtype}; a key keeps its rank, width and dtype"
+                f"key {key!r} came with rows {tuple(rows.shape[1:])} of {rows.dtype}, but has rows "
+                f"{known.trailing_shape} of {known.dtype} by {setting if key == HIDDEN_KEY else 'its first step'}; "
+                "a key keeps its rank, width and dtype"
             )
 
     def _leftover(

@@ -97,9 +97,9 @@ class StepIntake:
         unused: list[HostBuffer] = []
         for read in self._started_reads or ():
             unused.extend(self._planner.end(read))
-            for req_id, span in read.spans.items():
+            for req_id in read.spans:
                 serial = self._requests.serial(req_id)
-                self._requests.owe(req_id, serial, span.positions, read.slots[span.entries])
+                self._requests.owe(req_id, serial, read.owed_rows(req_id))
         self._started_reads = None
         return unused
 
@@ -135,8 +135,9 @@ class StepIntake:
         )
         slot.hold(context.holder)
         context.failed.update(self._refusals.unexpected(context.label, context.req_ids, rows, firsts))
-        if self._requests.any_owed:
-            self._plan_owed(context)
+        due = self._requests.missing.due()
+        if due:
+            self._plan_owed(context, due)
         if hidden_needed:
             for read in context.reads:
                 context.failed.update(self._refusals.absent_hidden(context.label, read))
@@ -145,14 +146,17 @@ class StepIntake:
         self._committer.enqueue(task)
         return step_id
 
-    def _plan_owed(self, context: StepContext) -> None:
+    def _plan_owed(self, context: StepContext, due: list[str]) -> None:
+        """Let the step carry rows of earlier ones that were not delivered."""
         requests = []
-        lengths = np.diff(context.starts).tolist()
-        for req_id, length in zip(context.req_ids, lengths, strict=True):
-            if req_id in context.failed or context.read_of(req_id) is not None:
+        for run in context.runs(tuple(due)):
+            if run.req_id in context.failed or context.read_of(run.req_id) is not None:
                 continue
-            owed = self._requests.take_owed(req_id)
-            if owed is not None:
-                requests.append(ReadRequest(req_id, owed.positions, owed.slots, length))
+            chunks = self._requests.missing.take(run.req_id)
+            positions = np.concatenate([chunk.positions for chunk in chunks])
+            slots = np.concatenate([self._table.still_held(chunk.slots, chunk.since) for chunk in chunks])
+            order = np.argsort(positions, kind="stable")
+            requests.append(ReadRequest(run.req_id, positions[order], slots[order], run.num_rows))
         if requests:
-            context.reads.append(self._planner.plan(context.label, requests))
+            context.owed_read = self._planner.plan(context.label, requests)
+            context.reads.append(context.owed_read)

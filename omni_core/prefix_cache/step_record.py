@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from omni_core.backend import ByteCarver, DeviceBackend, Event, NoBackendForTensorError, Stream
-from omni_core.backend.memory import aligned_nbytes, tensor_nbytes
+from omni_core.backend.memory import aligned_nbytes
 from omni_core.prefix_cache.staging import StagingSlot
 from omni_core.prefix_cache.step_inputs import LeftoverShare, LeftoverValue, StepInputs
 from omni_core.prefix_cache.task import StagedRows
@@ -57,10 +57,13 @@ class StepRecord:
 
 def step_nbytes(inputs: StepInputs) -> int:
     """Bytes of the staging page that `inputs` will take, alignment included."""
-    tensors = [value.rows for value in inputs.token_values]
+    total = 0
+    for value in inputs.token_values:
+        total += aligned_nbytes(value.rows.nbytes)
     for leftover in inputs.leftovers:
-        tensors.extend(_tensors_of(leftover.value))
-    return sum(aligned_nbytes(tensor_nbytes(tensor.shape, tensor.dtype)) for tensor in tensors)
+        for tensor in _tensors_of(leftover.value):
+            total += aligned_nbytes(tensor.nbytes)
+    return total
 
 
 def check_devices(inputs: StepInputs, backend: DeviceBackend) -> None:
@@ -69,15 +72,19 @@ def check_devices(inputs: StepInputs, backend: DeviceBackend) -> None:
     Raises:
         NoBackendForTensorError: names the key, the tensor's device and the backend.
     """
-    named = [(value.key, value.rows) for value in inputs.token_values]
+    for value in inputs.token_values:
+        _check_device(value.key, value.rows, backend)
     for leftover in inputs.leftovers:
-        named.extend((leftover.key, tensor) for tensor in _tensors_of(leftover.value))
-    for key, tensor in named:
-        if tensor.device.type != "cpu" and not backend.owns(tensor):
-            raise NoBackendForTensorError(
-                f"key {key!r} lies on device {tensor.device}, which backend {backend.name!r} does not own; "
-                f"build the cache with the backend of that device"
-            )
+        for tensor in _tensors_of(leftover.value):
+            _check_device(leftover.key, tensor, backend)
+
+
+def _check_device(key: str, tensor: torch.Tensor, backend: DeviceBackend) -> None:
+    if not tensor.is_cpu and not backend.owns(tensor):
+        raise NoBackendForTensorError(
+            f"key {key!r} lies on device {tensor.device}, which backend {backend.name!r} does not own; "
+            f"build the cache with the backend of that device"
+        )
 
 
 def record_step(

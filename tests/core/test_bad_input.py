@@ -211,6 +211,15 @@ def test_a_request_in_a_step_that_was_never_started_fails_alone(rig):
     assert_rows(rig.run(new("C", [1, 3], hit=4))["C"], ("A", 0, 4), ("C", 4, 8))
 
 
+def test_rows_of_a_request_never_started_are_owed_to_nobody(rig):
+    rig.begin_as([], new("A", [1]))
+    rig.cache.discard_step(rig.save())
+    assert rig.cache.take_partial_requests() == ()
+    assert_rows(rig.run(new("A", [2], run=2))["A"], ("A", 0, 2))
+    rig.begin(finish=["A"])
+    assert rig.cache.take_partial_requests() == ()
+
+
 @pytest.mark.parametrize(("blocks", "hit"), [((1,), 5), ((), 1), ((1, 2), -1)])
 def test_a_start_that_contradicts_itself_fails_alone(rig, blocks, hit):
     rig.run(new("Z", [1, 2], run=8))

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Delivered rows are the caller's until `release`; what was released is used again, what was not is never touched."""
 
+import pytest
 import torch
 from cache_rig import more, new
 from row_values import assert_rows, row_values
@@ -19,6 +20,18 @@ def test_rows_that_are_not_released_stay_valid_for_good(make_rig):
     rig.cache.reset()
     for req_id, taken in kept:
         assert_rows(taken[req_id], ("A", 0, 8), (req_id, 8, 12))
+
+
+@pytest.mark.parametrize("asked", [("A", "B", "C"), ("A", "B"), ("B",)])
+def test_rows_without_a_hit_outlive_their_staging_page_too(make_rig, asked):
+    rig = make_rig(staging_depth=1, keys={"codes": ((4,), torch.int64)})
+    taken = rig.take(rig.step(new("A", [1], run=3), new("B", [2], run=2), new("C", [3], run=2)), *asked)
+    for number in range(4):
+        rig.run(*(new(f"r{number * 3 + part}", [4 + part], run=4) for part in range(3)))
+    for req_id in asked:
+        count = 3 if req_id == "A" else 2
+        assert_rows(taken[req_id], (req_id, 0, count))
+        assert_rows(taken[req_id], (req_id, 0, count), key="codes", trailing=(4,), dtype=torch.int64)
 
 
 def test_delivered_rows_belong_to_the_caller_who_may_change_them(rig):

@@ -38,7 +38,8 @@ def test_resumed_and_replaced_requests_fail_alone_and_by_name(rig, kind, live):
     assert isinstance(taken.failed["A"], LifecycleUnsupportedError)
     assert kind.value in str(taken.failed["A"])
     assert_rows(taken["C"], ("B", 0, 4), ("C", 4, 6))
-    assert set(rig.run(more("A", 1), more("C", 1)).failed) == {"A"}
+    assert set(rig.run(more("A", 1), more("C", 1), events=[event]).failed) == {"A"}
+    assert rig.cache.stats().requests_failed == 1
     # What it computed lies in its blocks; when it has ended its id is free again.
     assert_rows(rig.run(new("A", [6]), finish=["A"])["A"], ("A", 0, 4))
 

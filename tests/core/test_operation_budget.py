@@ -2,9 +2,10 @@
 """What a step costs in things that do not depend on the machine: torch operations, memory, locks and calls."""
 
 import gc
+import sys
 import tracemalloc
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 
 import omni_core_cpu_sim
@@ -14,6 +15,7 @@ from cache_rig import more, new
 from operation_counts import WatchedRuntime, calls_made_by, torch_operations
 
 import omni_core
+from omni_core.backend.memory import tensor_nbytes
 from omni_core.prefix_cache.policy import ModelCachePolicy
 
 
@@ -28,20 +30,35 @@ class Cost:
     c_calls: int
     """Of functions written in C, by the same code."""
 
+    def __add__(self, other):
+        return Cost(*(mine + its for mine, its in zip(astuple(self), astuple(other), strict=True)))
+
+    def __mul__(self, times):
+        return Cost(*(mine * times for mine in astuple(self)))
+
 
 # The budget of a step with hidden rows and one further key, for any number of requests and tokens. Lower a number when
-# the code gets cheaper. Raising one is a decision: it makes every step of every engine slower, so say why in the commit.
-NEW_STEP_STARTS = Cost(torch_ops=0, locks=2, python_calls=17, c_calls=5)
-SAVE_OUTPUTS = Cost(torch_ops=2, locks=5, python_calls=141, c_calls=63)
-# The same with a layout that the staging slot has not carved before, and one request that ends while another starts.
-NEW_STEP_STARTS_OF_A_PREFILL = Cost(torch_ops=0, locks=2, python_calls=17, c_calls=5)
-SAVE_OUTPUTS_OF_A_PREFILL = Cost(torch_ops=8, locks=5, python_calls=141, c_calls=63)
-# `materialize` runs on the consumer's thread. Each request costs a view per key, and what describes its rows.
+# the code gets cheaper. Raising one is a decision, because it makes every step of every engine slower: say why in the
+# commit.
+NEW_STEP_STARTS = Cost(torch_ops=0, locks=2, python_calls=16, c_calls=4)
+SAVE_OUTPUTS = Cost(torch_ops=2, locks=5, python_calls=135, c_calls=56)
+# One request ends, another brings its whole prompt; the views of the staging page are new.
+NEW_STEP_STARTS_OF_A_PREFILL = Cost(torch_ops=0, locks=2, python_calls=25, c_calls=20)
+SAVE_OUTPUTS_OF_A_PREFILL = Cost(torch_ops=8, locks=5, python_calls=152, c_calls=91)
+# One request ends, another hits stored rows and computes one.
+NEW_STEP_STARTS_WITH_A_HIT = Cost(torch_ops=0, locks=2, python_calls=46, c_calls=39)
+SAVE_OUTPUTS_WITH_A_HIT = Cost(torch_ops=2, locks=5, python_calls=144, c_calls=65)
+# On the consumer's thread. A request costs a view per key, and the making of what describes its rows.
 MATERIALIZE = Cost(torch_ops=10, locks=5, python_calls=77, c_calls=47)
 MATERIALIZE_PER_REQUEST = Cost(torch_ops=2, locks=0, python_calls=21, c_calls=5)
+TABLE_PYTHON = (3, 11)
+"""Interpreters differ in the calls they show a profiler. The table's calls are exact on this one; on others the tests
+still demand that they do not grow."""
 
 BATCHES = (1, 8, 64, 256)
 PROMPTS = (2, 40, 1000)
+HITS = (16, 160, 960)
+MANY_STEPS = 200
 WARM_UP_STEPS = 6
 """Every staging slot has been used once."""
 BLOCK_SIZE = 16
@@ -93,21 +110,42 @@ class Decoding:
 
 
 class Prefilling:
-    """Steps in which one request ends and another brings its whole prompt, each a token longer than the one before."""
+    """Steps in which one request ends and another brings its whole prompt, `growth` tokens longer than the last."""
 
-    def __init__(self, rig, num_tokens):
+    def __init__(self, rig, num_tokens, growth=1):
         self.rig = rig
         self._num_tokens = num_tokens
+        self._growth = growth
         self._prompts = 0
         for _ in range(WARM_UP_STEPS):
             self.step(nullcontext)
 
     def step(self, counter):
         finish = [f"r{self._prompts - 1}"] if self._prompts else []
-        num_tokens = self._num_tokens + self._prompts
-        runs = [new(f"r{self._prompts}", range(1, 2 + num_tokens // BLOCK_SIZE), run=num_tokens)]
+        runs = [new(f"r{self._prompts}", range(1, 2 + self._num_tokens // BLOCK_SIZE), run=self._num_tokens)]
+        counts = counted_step(self.rig, counter, runs, finish, outputs(self._num_tokens))
+        self._num_tokens += self._growth
         self._prompts += 1
-        return counted_step(self.rig, counter, runs, finish, outputs(num_tokens))
+        return counts
+
+
+class Hitting:
+    """Steps in which one request ends and another hits `hit` stored tokens and computes one."""
+
+    def __init__(self, rig, hit):
+        self.rig = rig
+        self._hit = hit
+        self._stored = range(1, 1 + hit // BLOCK_SIZE)
+        self._requests = 0
+        counted_step(rig, nullcontext, [new("r0", self._stored, run=hit)], (), outputs(hit))
+        for _ in range(WARM_UP_STEPS):
+            self.step(nullcontext)
+
+    def step(self, counter):
+        finish = [f"r{self._requests}"]
+        self._requests += 1
+        runs = [new(f"r{self._requests}", (*self._stored, self._stored.stop), hit=self._hit, run=1)]
+        return counted_step(self.rig, counter, runs, finish, outputs(1))
 
 
 def counted_step(rig, counter, runs, finish, step_outputs):
@@ -135,63 +173,145 @@ def costs(workload, runtime):
     )
 
 
-@pytest.mark.parametrize("num_reqs", BATCHES)
-def test_a_decode_step_costs_the_engine_the_same_for_any_number_of_requests(make_budget_rig, num_reqs):
-    runtime = WatchedRuntime()
-    starting, saving, _ = costs(Decoding(make_budget_rig(num_reqs, runtime=runtime), num_reqs), runtime)
-    assert starting == NEW_STEP_STARTS
-    assert saving == SAVE_OUTPUTS
+def assert_exactly(cost, budget):
+    if sys.version_info[:2] != TABLE_PYTHON:
+        cost = replace(cost, python_calls=budget.python_calls, c_calls=budget.c_calls)
+    assert cost == budget
 
 
-@pytest.mark.parametrize("num_tokens", PROMPTS)
-def test_a_prefill_step_costs_the_engine_the_same_for_any_number_of_tokens(make_budget_rig, num_tokens):
-    runtime = WatchedRuntime()
-    starting, saving, _ = costs(Prefilling(make_budget_rig(1, runtime=runtime), num_tokens), runtime)
-    assert starting == NEW_STEP_STARTS_OF_A_PREFILL
-    assert saving == SAVE_OUTPUTS_OF_A_PREFILL
+@pytest.fixture
+def costs_of(make_budget_rig):
+    """The three costs of a workload, by its size."""
+
+    def measure(workload, sizes):
+        measured = {}
+        for size in sizes:
+            runtime = WatchedRuntime()
+            measured[size] = costs(workload(make_budget_rig(size, runtime=runtime), size), runtime)
+        return measured
+
+    return measure
 
 
-@pytest.mark.parametrize("num_reqs", BATCHES)
-def test_materialize_of_a_decode_step_costs_a_view_per_request_and_key(make_budget_rig, num_reqs):
-    runtime = WatchedRuntime()
-    *_, taking = costs(Decoding(make_budget_rig(num_reqs, runtime=runtime), num_reqs), runtime)
-    assert taking == Cost(
-        MATERIALIZE.torch_ops + num_reqs * MATERIALIZE_PER_REQUEST.torch_ops,
-        MATERIALIZE.locks + num_reqs * MATERIALIZE_PER_REQUEST.locks,
-        MATERIALIZE.python_calls + num_reqs * MATERIALIZE_PER_REQUEST.python_calls,
-        MATERIALIZE.c_calls + num_reqs * MATERIALIZE_PER_REQUEST.c_calls,
-    )
+def test_a_decode_step_costs_the_engine_the_same_for_any_number_of_requests(costs_of):
+    of_engine = {size: (starting, saving) for size, (starting, saving, _) in costs_of(Decoding, BATCHES).items()}
+    assert of_engine == dict.fromkeys(BATCHES, of_engine[1])
+    assert_exactly(of_engine[1][0], NEW_STEP_STARTS)
+    assert_exactly(of_engine[1][1], SAVE_OUTPUTS)
 
 
-@pytest.mark.parametrize("workload", [Decoding, Prefilling])
-def test_a_step_allocates_no_tensor_no_arena_and_no_snapshot_buffer(make_budget_rig, workload):
-    rig = make_budget_rig(8)
-    working = workload(rig, 8)
+def test_a_prefill_step_costs_the_engine_the_same_for_any_number_of_tokens(costs_of):
+    of_engine = {size: (starting, saving) for size, (starting, saving, _) in costs_of(Prefilling, PROMPTS).items()}
+    assert of_engine == dict.fromkeys(PROMPTS, of_engine[2])
+    assert_exactly(of_engine[2][0], NEW_STEP_STARTS_OF_A_PREFILL)
+    assert_exactly(of_engine[2][1], SAVE_OUTPUTS_OF_A_PREFILL)
+
+
+def test_a_hit_costs_the_engine_the_same_for_any_length(costs_of):
+    of_engine = {size: (starting, saving) for size, (starting, saving, _) in costs_of(Hitting, HITS).items()}
+    assert of_engine == dict.fromkeys(HITS, of_engine[16])
+    assert_exactly(of_engine[16][0], NEW_STEP_STARTS_WITH_A_HIT)
+    assert_exactly(of_engine[16][1], SAVE_OUTPUTS_WITH_A_HIT)
+
+
+def test_materialize_grows_by_the_same_cost_with_each_request(costs_of):
+    taking = {size: cost for size, (_, _, cost) in costs_of(Decoding, BATCHES).items()}
+    per_request = Cost(*((many - one) // 7 for many, one in zip(astuple(taking[8]), astuple(taking[1]), strict=True)))
+    assert taking == {size: taking[1] + per_request * (size - 1) for size in BATCHES}
+    assert_exactly(per_request, MATERIALIZE_PER_REQUEST)
+    assert_exactly(taking[1], MATERIALIZE + MATERIALIZE_PER_REQUEST)
+
+
+@pytest.mark.parametrize("workload", [Decoding, Prefilling, Hitting])
+def test_the_engine_allocates_no_tensor_no_arena_and_no_snapshot_buffer(make_budget_rig, workload):
+    rig = make_budget_rig(16)
+    working = workload(rig, 16)
     before = (rig.backend.pinned_allocations, rig.backend.device_allocations)
-    for counts in (working.step(torch_operations) for _ in range(WARM_UP_STEPS)):
-        assert [count.new_storages for count in counts] == [0, 0, 0]
+    for _ in range(WARM_UP_STEPS):
+        starting, saving, _ = working.step(torch_operations)
+        assert (starting.new_storages, saving.new_storages) == (0, 0)
     assert (rig.backend.pinned_allocations, rig.backend.device_allocations) == before
 
 
+def test_materialize_reuses_what_was_released(make_budget_rig):
+    decoding = Decoding(make_budget_rig(16), 16)
+    for _ in range(WARM_UP_STEPS):
+        _, _, taking = decoding.step(torch_operations)
+        assert taking.new_storages == 0
+
+
 def test_many_steps_leave_no_memory_behind(make_budget_rig):
-    prefilling = Prefilling(make_budget_rig(1), 16)
-    for _ in range(100):
-        prefilling.step(nullcontext)
+    prefilling = Prefilling(make_budget_rig(1), 16, growth=0)
+    kept_bytes = []
     tracemalloc.start()
     try:
-        kept = []
-        for _ in range(2):
-            for _ in range(200):
+        for _ in range(3):
+            for _ in range(MANY_STEPS):
                 prefilling.step(nullcontext)
             gc.collect()
-            kept.append(cache_bytes(tracemalloc.take_snapshot()))
+            kept_bytes.append(cache_bytes(tracemalloc.take_snapshot()))
     finally:
         tracemalloc.stop()
-    print(kept)
-    assert kept[1] - kept[0] < 200
+    assert kept_bytes[2] - kept_bytes[1] < MANY_STEPS
 
 
 def cache_bytes(snapshot):
     """Bytes allocated by lines of the cache and the simulator."""
-    ours = [tracemalloc.Filter(True, str(Path(package.__path__[0]) / "*")) for package in (omni_core, omni_core_cpu_sim)]
+    ours = [
+        tracemalloc.Filter(True, str(Path(package.__path__[0]) / "*")) for package in (omni_core, omni_core_cpu_sim)
+    ]
     return sum(trace.size for trace in snapshot.filter_traces(ours).traces)
+
+
+@pytest.mark.parametrize("workload", [Decoding, Prefilling, Hitting])
+def test_no_thread_computes_waits_or_takes_a_lock_while_it_holds_one(make_budget_rig, workload):
+    runtime = WatchedRuntime()
+    with runtime.watched():
+        rig = make_budget_rig(16, runtime=runtime)
+        working = workload(rig, 16)
+        for _ in range(WARM_UP_STEPS):
+            working.step(nullcontext)
+        rig.cache.stats()
+        rig.cache.reset()
+    assert runtime.breaches == []
+
+
+def test_the_watch_notices_what_is_done_under_a_lock():
+    runtime = WatchedRuntime()
+    outer, inner = runtime.lock("outer"), runtime.lock("inner")
+    condition = runtime.condition(inner, "condition")
+    with runtime.watched():
+        torch.zeros(1)
+        with inner:
+            condition.wait_for(lambda: False, 0.001)
+        assert runtime.breaches == []
+        with outer:
+            torch.zeros(1)
+            with inner:
+                condition.wait_for(lambda: False, 0.001)
+    done = [breach.partition(": ")[2] for breach in runtime.breaches]
+    assert done == [
+        "aten.zeros.default while holding outer",
+        "takes lock 'inner' while holding outer",
+        "waits for 'condition' while holding outer",
+    ]
+
+
+def test_torch_counts_tell_memory_of_its_own_from_views_and_copies():
+    source, target = torch.zeros(4), torch.zeros(4)
+    with torch_operations() as counted:
+        target.copy_(source)
+        source[:2].view(2, 1)
+    assert (counted.total, counted.new_storages) == (3, 0)
+    with torch_operations() as counted:
+        source.clone()
+    assert (counted.total, counted.new_storages) == (1, 1)
+
+
+def test_calls_are_counted_where_our_code_makes_them():
+    with calls_made_by(omni_core) as counted:
+        len(())
+    assert (counted.python, counted.c) == (0, 0)
+    with calls_made_by(omni_core) as counted:
+        tensor_nbytes((2, 3), torch.int8)
+    assert (counted.python, counted.c) == (1, 1), "itself, and `math.prod` in it"

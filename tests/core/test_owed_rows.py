@@ -7,7 +7,7 @@ from cache_rig import BRIEF_S, more, new
 from controlled_runtime import PATIENCE_S
 from row_values import assert_rows, row_values
 
-from omni_core.prefix_cache.errors import JoinTimeoutError, ReadFailedError
+from omni_core.prefix_cache.errors import HitRowsAbsentError, JoinTimeoutError, ReadFailedError
 from omni_core.prefix_cache.outputs import PartialRequest
 from omni_core.prefix_cache.policy import ModelCachePolicy
 
@@ -65,7 +65,26 @@ def test_a_step_that_is_discarded_with_owed_rows_gives_them_back(rig):
     rig.cache.discard_step(rig.step(new("A", [1, 2], run=3)))
     rig.cache.discard_step(rig.step(more("A", 2)))
     rig.take(rig.step(more("A", 1), new("B", [3])), "B")
-    assert_rows(rig.run(more("A", 1))["A"], ("A", 0, 7))
+    assert_rows(rig.run(more("A", 1))["A"], ("A", 6, 7))
+    assert_rows(rig.run(more("A", 1))["A"], ("A", 0, 6), ("A", 7, 8))
+
+
+def test_what_nobody_takes_is_not_read_again_with_every_step(rig):
+    rig.cache.discard_step(rig.step(new("A", [1, 2, 3], run=2)))
+    for _ in range(6):
+        rig.cache.discard_step(rig.step(more("A", 1)))
+    step = rig.step(more("A", 1))
+    assert rig.cache.stats().live_reads == 0
+    assert_rows(rig.take(step, "A")["A"], ("A", 8, 9))
+    assert_rows(rig.run(more("A", 1))["A"], ("A", 0, 8), ("A", 9, 10))
+
+
+def test_an_owed_row_whose_block_changed_hands_is_absent_and_not_the_next_tenants(rig):
+    rig.cache.discard_step(rig.step(new("A", [1, 2], run=5)))
+    rig.run(new("E", [1]))
+    failed = rig.run(more("A", 1)).failed["A"]
+    assert isinstance(failed, HitRowsAbsentError)
+    assert "(0, 4)" in str(failed)
 
 
 def test_rows_of_a_hit_whose_step_was_never_saved_come_with_the_step_that_is(rig):
@@ -73,6 +92,17 @@ def test_rows_of_a_hit_whose_step_was_never_saved_come_with_the_step_that_is(rig
     rig.begin(new("C", [1, 2], hit=4))
     rig.begin(more("C", 2, at=4))
     assert_rows(rig.take(rig.save())["C"], ("A", 0, 4), ("C", 4, 6))
+
+
+def test_owed_rows_that_were_never_stored_are_absent_and_not_some_other_slots(rig):
+    rig.run(new("Z", [15]))
+    rig.begin(new("A", [1]))
+    layout = rig.layout()
+    layout.slots[1] = -1
+    rig.cache.discard_step(rig.save(layout=layout))
+    taken = rig.run(more("A", 1, blocks=[2]))
+    assert isinstance(taken.failed["A"], HitRowsAbsentError)
+    assert "[(1, 2)]" in str(taken.failed["A"])
 
 
 def test_an_ended_request_with_rows_never_delivered_is_reported_once_with_its_ranges(rig):

@@ -203,8 +203,7 @@ def test_fault_103_close_gives_up_on_a_copy_that_never_ends_and_unmaps_nothing()
         assert rig.backend.device_bytes > 0
         with pytest.raises(CacheClosedError):
             rig.begin()
-    rig.backend.close()
-    assert rig.backend.pinned_bytes == 0
+    rig.stop()
 
 
 def test_fault_103_close_unmaps_no_page_that_a_reader_still_reads(make_rig):
@@ -219,3 +218,17 @@ def test_fault_103_close_unmaps_no_page_that_a_reader_still_reads(make_rig):
         assert rig.backend.pinned_bytes > 0
     assert_rows(taker.result()["A"], ("A", 0, 4))
     assert closer.result() is True
+
+
+def test_fault_103_close_gives_up_on_a_reader_that_never_ends_and_unmaps_nothing(make_rig):
+    rig = make_rig()
+    step = rig.step(new("A", [1]))
+    rig.cache.flush()
+    with rig.runtime.stop_at("materialize.join") as reading:
+        taker = rig.call("taker", lambda: rig.take(step, "A"))
+        reading.wait_reached()
+        assert rig.cache.close(SHORT_S) is False
+        assert rig.backend.pinned_bytes > 0
+    assert_rows(taker.result()["A"], ("A", 0, 4))
+    assert rig.cache.close() is True
+    assert rig.backend.pinned_bytes == 0

@@ -53,7 +53,8 @@ def calls_made_by(*packages: ModuleType) -> Iterator[CallCounts]:
         elif event == "call" and frame.f_code.co_name not in _INLINED_LATER:
             caller = frame.f_back
             called_by_c = bool(inside_c) and inside_c[-1] is caller
-            counts.python += is_ours(frame.f_code) or (caller is not None and is_ours(caller.f_code) and not called_by_c)
+            called_by_us = caller is not None and is_ours(caller.f_code) and not called_by_c
+            counts.python += called_by_us or is_ours(frame.f_code)
 
     sys.setprofile(on_event)
     try:
