@@ -14,7 +14,8 @@ import torch
 _MAP_NORESERVE = 0x4000
 """Linux's flag, from `mman-linux.h`; Python names it from 3.13 on."""
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
-"""Rows are moved as the widest words that divide them: scattering bfloat16 element by element costs half again."""
+"""Rows are moved as the widest words that divide them: element by element costs more, and torch cannot index the
+rows of every dtype (float8, unsigned integers)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,16 @@ class RowSpec:
     def row_bytes(self) -> int:
         """Bytes per row."""
         return self.width * self.dtype.itemsize
+
+    @property
+    def word(self) -> torch.dtype:
+        """The dtype rows are moved as: the widest integer that divides a row."""
+        return next(word for word in _WORDS if self.row_bytes % word.itemsize == 0)
+
+    @property
+    def row_words(self) -> int:
+        """Words per row."""
+        return self.row_bytes // self.word.itemsize
 
 
 class BlockMap:
@@ -61,7 +72,7 @@ class BlockMap:
 
 
 class PrefixBlockPool:
-    """Rows of every stored key, viewed flat as `(num_blocks * block_size, width)`, pageable, committed when touched.
+    """Rows of every stored key, flat as `(num_blocks * block_size, row_words)`, pageable, committed when touched.
 
     Readers and the one writer are kept apart by the controller's protocol, not by a lock here. Rows are moved as bytes:
     nothing is ever cast.
@@ -89,21 +100,22 @@ class PrefixBlockPool:
         """What a row of the stored `key` looks like."""
         return self._specs[key]
 
-    def add_key(self, key: str, spec: RowSpec) -> None:
+    def reserve(self, spec: RowSpec) -> torch.Tensor:
         """Reserve rows for a new key. Engine thread, no lock held. Costs no memory until rows are written."""
         num_slots = self._block_map.num_blocks * self._block_map.block_size
         nbytes = num_slots * spec.row_bytes
         reserved = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
-        word = next(dtype for dtype in _WORDS if spec.row_bytes % dtype.itemsize == 0)
         with torch.inference_mode(False):  # an inference tensor could not be written by the committer
-            rows = torch.frombuffer(reserved, dtype=word).view(num_slots, spec.row_bytes // word.itemsize)
+            return torch.frombuffer(reserved, dtype=spec.word).view(num_slots, spec.row_words)
+
+    def add_key(self, key: str, spec: RowSpec, rows: torch.Tensor) -> None:
+        """Begin to keep `key` in rows from `reserve`. State lock held: others look keys up under it."""
         self._rows[key] = rows
         self._specs[key] = spec
 
     def gather(self, key: str, slots: npt.NDArray[np.int64], out: torch.Tensor) -> None:
-        """Copy the rows at `slots` into `out` `(len(slots), width)`, whole blocks at a time where slots allow it."""
+        """Copy the rows at `slots` into `out` `(len(slots), row_words)`, whole blocks at a time where possible."""
         rows = self._rows[key]
-        out = out.view(rows.dtype)
         block_size = self._block_map.block_size
         blocks = self._block_map.whole_blocks(slots)
         done = len(blocks) * block_size
@@ -116,7 +128,6 @@ class PrefixBlockPool:
             torch.index_select(rows, 0, torch.from_numpy(np.ascontiguousarray(rest)), out=out[done:])
 
     def scatter(self, key: str, slots: npt.NDArray[np.int64], rows: torch.Tensor) -> None:
-        """Write `rows` `(len(slots), width)` to `slots`, which are distinct. Committer thread only."""
-        target = self._rows[key]
+        """Write `rows` `(len(slots), row_words)` to `slots`, which are distinct. Committer thread only."""
         host_slots = torch.from_numpy(self._block_map.host_slots(slots))
-        target.index_copy_(0, host_slots, rows.view(target.dtype))
+        self._rows[key].index_copy_(0, host_slots, rows)

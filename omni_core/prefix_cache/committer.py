@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from dataclasses import dataclass
 
@@ -10,15 +11,17 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from omni_core.backend import DeviceBackend
+from omni_core.backend import DeviceBackend, DeviceWaitTimeoutError, Event
 from omni_core.prefix_cache.block_pool import PrefixBlockPool
 from omni_core.prefix_cache.buffers import HostBufferPool
 from omni_core.prefix_cache.reads import SideRows, StepRead
 from omni_core.prefix_cache.slot_table import SlotTable
-from omni_core.prefix_cache.staging import StagingBufferPool
+from omni_core.prefix_cache.staging import StagingBufferPool, StagingSlot
 from omni_core.prefix_cache.state import CacheState
 from omni_core.prefix_cache.task import TaskState, WriteTask
 from omni_core.runtime import Runtime
+
+logger = logging.getLogger(__name__)
 
 TASK_HOLDER = "write"
 """The name under which a write task holds its staging slot."""
@@ -62,6 +65,8 @@ class Committer:
         self._queue: deque[WriteTask] = deque()
         self._current: WriteTask | None = None
         self._paused = False
+        self._bound = False
+        self._abandoned: list[tuple[StagingSlot, Event]] = []
         self._last_row = np.zeros(table.num_slots, np.int32)
         self.landed_upto = 0
         """Every write with an id up to this has landed."""
@@ -85,6 +90,12 @@ class Committer:
         if task.staging_slot is not None:
             task.staging_slot.hold(TASK_HOLDER)
         self._queue.append(task)
+        self._state.committer_work.notify_all()
+
+    def abandon(self, slot: StagingSlot, copy_done: Event) -> None:
+        """Nobody wants the rows of this copy any more: keep its page out of use until the copy has ended."""
+        slot.hold(TASK_HOLDER)
+        self._abandoned.append((slot, copy_done))
         self._state.committer_work.notify_all()
 
     def pause(self) -> None:
@@ -114,14 +125,18 @@ class Committer:
     # -- the thread ---------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        self._backend.bind_thread()
         while True:
             with self._state.lock:
-                self._state.committer_work.wait_for(
-                    lambda: (bool(self._queue) and not self._paused) or self._state.closing, None
-                )
-                if not self._queue:
+                self._state.committer_work.wait_for(self._has_work, None)
+                abandoned = tuple(self._abandoned)
+                if not abandoned and not self._queue:
                     return
+            if abandoned:
+                self._await_abandoned(abandoned)
+                continue
+            with self._state.lock:
+                if self._paused or not self._queue:
+                    continue
                 task = self._queue.popleft()
                 task.transition(TaskState.COPYING)
                 self._current = task
@@ -134,7 +149,34 @@ class Committer:
                     self.drop_queue()
                     self._state.fail(cause)
 
+    def _has_work(self) -> bool:
+        if self._queue:
+            return bool(self._abandoned) or not self._paused
+        return bool(self._abandoned) or self._state.closing
+
+    def _bind(self) -> None:
+        if not self._bound:
+            self._backend.bind_thread()
+            self._bound = True
+
+    def _await_abandoned(self, abandoned: tuple[tuple[StagingSlot, Event], ...]) -> None:
+        """Free pages whose rows nobody wants any more, once the device has stopped writing into them."""
+        for slot, copy_done in abandoned:
+            try:
+                self._bind()
+                copy_done.synchronize(self._join_timeout_s)
+            except DeviceWaitTimeoutError:
+                logger.warning("a copy into staging slot %d is still running; the slot stays out of use", slot.index)
+                continue
+            except Exception as error:  # whatever became of the copy, it has ended, and the thread must go on
+                logger.warning("a copy into staging slot %d that nobody waits for failed: %s", slot.index, error)
+            with self._state.lock:
+                self._abandoned.remove((slot, copy_done))
+                self._staging.release(slot, TASK_HOLDER)
+                self._state.progress.notify_all()
+
     def _land(self, task: WriteTask) -> None:
+        self._bind()
         if task.copy_done is not None:
             task.copy_done.synchronize(self._join_timeout_s)
         with self._state.lock:
@@ -144,8 +186,9 @@ class Committer:
         if task.copy_slots:
             for part in task.copy_slots:
                 spec = self._pool.spec(part.key)
-                buffer = self._buffers.lease((len(part.source_slots), spec.width), spec.dtype)
-                rows = buffer.view((len(part.source_slots), spec.width), spec.dtype)
+                shape = (len(part.source_slots), spec.row_words)
+                buffer = self._buffers.lease(shape, spec.word)
+                rows = buffer.view(shape, spec.word)
                 self._pool.gather(part.key, part.source_slots, rows)
                 self._overwrite(task, (part.key,), part.destination_slots, {part.key: rows})
                 self._buffers.give_back([buffer])
@@ -153,11 +196,10 @@ class Committer:
             order = self._last_rows(task.slots)
             slots = task.slots if order is None else task.slots[order]
             picked = None if order is None else torch.from_numpy(order)
-            rows_by_key = {
-                staged.key: flat if picked is None else flat.index_select(0, picked)
-                for staged in task.staged
-                for flat in (staged.rows.reshape(staged.rows.shape[0], -1),)
-            }
+            rows_by_key = {}
+            for staged in task.staged:
+                words = staged.rows.reshape(len(task.slots), -1).view(self._pool.spec(staged.key).word)
+                rows_by_key[staged.key] = words if picked is None else words.index_select(0, picked)
             if len(slots) and rows_by_key:
                 self._overwrite(task, tuple(rows_by_key), slots, rows_by_key)
         with self._state.lock:
@@ -209,9 +251,9 @@ class Committer:
 
     def _set_aside(self, rescue: _Rescue) -> SideRows:
         spec = self._pool.spec(rescue.key)
-        shape = (len(rescue.entries), spec.width)
-        buffer = self._buffers.lease(shape, spec.dtype)
-        rows = buffer.view(shape, spec.dtype)
+        shape = (len(rescue.entries), spec.row_words)
+        buffer = self._buffers.lease(shape, spec.word)
+        rows = buffer.view(shape, spec.word)
         self._pool.gather(rescue.key, rescue.read.slots[rescue.entries], rows)
         self.rows_rescued += len(rescue.entries)
         return SideRows(rescue.entries, rescue.ids, buffer, rows)
@@ -228,5 +270,9 @@ class Committer:
         if task.done:
             return
         task.transition(to)
-        if task.staging_slot is not None:
+        if task.staging_slot is None:
+            return
+        if to is TaskState.FAILED and task.copy_done is not None:
+            self.abandon(task.staging_slot, task.copy_done)
+        else:
             self._staging.release(task.staging_slot, TASK_HOLDER)

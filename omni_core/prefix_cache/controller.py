@@ -8,7 +8,7 @@ import logging
 import torch
 
 from omni_core.backend import DeviceBackend
-from omni_core.prefix_cache.block_pool import BlockMap, PrefixBlockPool, RowSpec
+from omni_core.prefix_cache.block_pool import BlockMap, PrefixBlockPool
 from omni_core.prefix_cache.buffers import HostBufferPool
 from omni_core.prefix_cache.committer import Committer
 from omni_core.prefix_cache.config import PrefixCacheConfig
@@ -65,10 +65,6 @@ class OmniPrefixCacheController:
         self.prefetcher = Prefetcher(
             state, table, self.pool, self.buffers, self.committer, backend, runtime, config.join_timeout_s
         )
-
-    def add_key(self, key: str, spec: RowSpec) -> None:
-        """Reserve pool rows for a key that a step brought for the first time. Engine thread, no lock held."""
-        self.pool.add_key(key, spec)
 
     def record(self, inputs: StepInputs, slot: StagingSlot) -> StepRecord:
         """Clone a step's tensors and start their copy to host. Engine thread, no lock held; never blocks."""

@@ -141,6 +141,8 @@ class _Joiner:
                 zeros = np.concatenate((zeros, np.arange(*run.token_range, dtype=np.int64)))
             if len(zeros):
                 zero_ranges[key] = ranges_of(zeros)
+        if rows.keys().isdisjoint(read.keys):  # no key of the model is stored: nothing stands in front of the step
+            return RequestRows(run.req_id, (run.token_range,), rows, leftovers=leftovers)
         positions = np.concatenate((span.positions, np.arange(*run.token_range, dtype=np.int64)))
         return RequestRows(run.req_id, ranges_of(positions), rows, key_ranges, zero_ranges, leftovers)
 
@@ -164,12 +166,13 @@ class _Joiner:
             if gathered is not None:
                 every = gathered.view((read.buffer_num_rows, spec.width), spec.dtype)
                 joined[: span.num_rows].copy_(every[span.buffer_rows])
+        stored = joined[: span.num_rows].view(spec.word)
         if absent.all():
-            joined[: span.num_rows].zero_()
+            stored.zero_()
         elif absent.any():
-            joined[: span.num_rows].index_fill_(0, torch.from_numpy(np.flatnonzero(absent)), 0)
+            stored.index_fill_(0, torch.from_numpy(np.flatnonzero(absent)), 0)
         if staged is None:
-            joined[span.num_rows :].zero_()
+            joined[span.num_rows :].view(spec.word).zero_()
         else:
             joined[span.num_rows :].copy_(staged.rows[run.first : run.last].reshape(run.num_rows, spec.width))
         return joined.view(total, *spec.trailing_shape)

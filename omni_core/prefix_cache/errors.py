@@ -90,12 +90,18 @@ class CacheClosedError(OmniPrefixCacheError):
     """The cache was closed."""
 
 
-class RequestError(OmniPrefixCacheError):
-    """Root of the errors that concern one request; found in `StageCacheOutputs.failed`."""
+class RequestError(OmniPrefixCacheError, KeyError):
+    """Root of the errors that concern one request; found in `StageCacheOutputs.failed`.
+
+    A `KeyError` too, so that `in` and `get` of the outputs treat the request as one that has no rows.
+    """
 
     def __init__(self, req_id: str, message: str) -> None:
         super().__init__(f"request {req_id!r}: {message}")
         self.req_id = req_id
+
+    def __str__(self) -> str:
+        return RuntimeError.__str__(self)
 
 
 class RequestEventError(RequestError):

@@ -78,7 +78,9 @@ def _copies(events: StepEvents, block_size: int) -> tuple[tuple[int, int, int], 
     hit_rows = {
         event.block_ids[event.num_computed_tokens // block_size]: event.num_computed_tokens % block_size
         for event in events.requests
-        if event.num_computed_tokens % block_size and event.num_computed_tokens // block_size < len(event.block_ids)
+        if event.num_computed_tokens > 0
+        and event.num_computed_tokens % block_size
+        and event.num_computed_tokens // block_size < len(event.block_ids)
     }
     return tuple(
         (

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -44,12 +46,21 @@ from omni_core.prefix_cache.stats import CacheStats, ResetReport
 from omni_core.prefix_cache.step_context import OpenSteps, StepContext, StepEnd
 from omni_core.prefix_cache.step_inputs import OutputClassifier, StepInputs, check_layout
 from omni_core.prefix_cache.step_intake import StepIntake
-from omni_core.prefix_cache.step_record import check_devices, step_nbytes
+from omni_core.prefix_cache.step_record import StepRecord, check_devices, step_nbytes
 from omni_core.prefix_cache.task import WriteSchedule
 from omni_core.runtime import Runtime
 
 _CLAIM_HOLDER = "save_outputs"
 """The name under which `save_outputs` holds a staging slot until the step and its write do."""
+
+
+@dataclass(frozen=True, slots=True)
+class _ReservedKey:
+    """What a new key needs, made before the lock is taken."""
+
+    spec: RowSpec
+    rows: torch.Tensor
+    tables: tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]
 
 
 class OmniPrefixCacheManager:
@@ -100,6 +111,8 @@ class OmniPrefixCacheManager:
         self._policy = ModelCachePolicy()
         self._classifier = OutputClassifier(config, self._policy)
         self._closed = False
+        # A daemon thread inside torch when the interpreter ends aborts the process (faults.md, row 105).
+        atexit.register(self.close)
         self._steps_saved = self._steps_materialized = self._steps_discarded = 0
 
     def register_policy(self, policy: ModelCachePolicy) -> None:
@@ -180,33 +193,35 @@ class OmniPrefixCacheManager:
         )
         check_devices(inputs, self._backend)
         self._check_size(inputs, num_tokens_unpadded)
-        slot = self._claim_staging()
+        slot, epoch = self._claim_staging()
+        record: StepRecord | None = None
+        step_id = 0
+        unused: list[HostBuffer] = []
         try:
-            new_tables = self._prepare_keys(inputs)
+            new_keys = self._reserve_keys(inputs)
             record = self._controller.record(inputs, slot)
             self._runtime.checkpoint("save_outputs.recorded")
-        except BaseException:
+        finally:
             with self._state.lock:
+                problem = self._state.problem("save_outputs")
+                if problem is None and self._state.epoch != epoch:
+                    problem = StepOrderError("save_outputs: the cache was reset meanwhile; announce the step again")
+                if record is not None and problem is None:
+                    for key, reserved in new_keys.items():
+                        self._controller.pool.add_key(key, reserved.spec, reserved.rows)
+                        self._table.add_key(key, reserved.tables)
+                    self._classifier.confirm(inputs)
+                    step_id = self._intake.save_step(
+                        layout, record, slot, hidden_needed=self._policy.needs_full_hidden_states
+                    )
+                    self._steps_saved += 1
+                elif problem is not None:
+                    unused.extend(self._intake.end_unsaved_step())
+                if record is not None and problem is not None and record.copy_done is not None:
+                    self._controller.committer.abandon(slot, record.copy_done)
                 self._controller.staging.release(slot, _CLAIM_HOLDER)
                 self._state.leave_pages()
-            raise
-        unused: list[HostBuffer] = []
-        step_id = 0
-        with self._state.lock:
-            problem = self._state.problem("save_outputs")
-            if problem is None:
-                for key, tables in new_tables.items():
-                    self._table.add_key(key, tables)
-                self._classifier.confirm(inputs)
-                step_id = self._intake.save_step(
-                    layout, record, slot, hidden_needed=self._policy.needs_full_hidden_states
-                )
-                self._steps_saved += 1
-            else:
-                unused.extend(self._intake.end_unsaved_step())
-            self._controller.staging.release(slot, _CLAIM_HOLDER)
-            self._state.leave_pages()
-        self._controller.buffers.give_back(unused)
+            self._controller.buffers.give_back(unused)
         if problem is not None:
             raise problem
         return step_id
@@ -290,9 +305,12 @@ class OmniPrefixCacheManager:
         committer = self._controller.committer
         with self._state.lock:
             target = self._table.last_write_id
+            epoch = self._state.epoch
             landed = self._state.wait(lambda: committer.landed_upto >= target, limit_s)
             under_way = ", ".join(map(str, committer.open_tasks))
             problem = self._state.problem("flush")
+            if problem is None and self._state.epoch != epoch:
+                problem = CacheFailedError("flush: the cache was reset meanwhile; the writes it waited for are gone")
         if problem is not None:
             raise problem
         if not landed:
@@ -331,11 +349,13 @@ class OmniPrefixCacheManager:
                 )
             rows_cleared = self._table.present_rows()
             failure = self._state.failure
-            requests_forgotten = self._requests.forget_all()
             unused.extend(self._intake.end_unsaved_step())
             dropped = self._steps.consume_all()
             for context in dropped:
+                for run in context.runs(context.req_ids):
+                    self._settlement.owe(context, run)
                 unused.extend(self._settlement.end_step(context))
+            requests_forgotten = self._requests.forget_all()
             self._controller.prefetcher.drop_queue()
             self._table.start_all_tenancies()
             committer.forgive()
@@ -350,6 +370,7 @@ class OmniPrefixCacheManager:
     def stats(self) -> CacheStats:
         """Counters and held resources at this moment."""
         controller = self._controller
+        pinned_bytes, device_bytes = controller.staging.pinned_bytes, controller.staging.device_bytes
         with self._state.lock:
             return CacheStats(
                 steps_saved=self._steps_saved,
@@ -367,13 +388,15 @@ class OmniPrefixCacheManager:
                 staging_slots_in_use=len(controller.staging.in_use),
                 key_row_bytes={key: spec.row_bytes for key, spec in controller.pool.specs.items()},
                 pool_reserved_bytes=controller.pool.reserved_bytes,
-                pinned_bytes=controller.staging.pinned_bytes,
-                device_bytes=controller.staging.device_bytes,
+                pinned_bytes=pinned_bytes,
+                device_bytes=device_bytes,
                 recycled_bytes=controller.buffers.recycled_bytes,
             )
 
     def close(self, timeout_s: float = 10.0) -> bool:
         """Land what is queued, end the threads, free staging. Bounded by about three times `timeout_s`.
+
+        An interpreter that ends does it too; until then a cache that was never closed is kept alive.
 
         A call after a complete one does nothing; a call after an incomplete one tries again.
 
@@ -391,6 +414,8 @@ class OmniPrefixCacheManager:
             self._state.wake_all()
             pages_free = self._state.progress.wait_for(lambda: self._state.page_users == 0, timeout_s)
         self._closed = self._controller.close(timeout_s, pages_free=pages_free)
+        if self._closed:
+            atexit.unregister(self.close)
         return self._closed
 
     # -- events, with the state lock held -----------------------------------------------------------------------------
@@ -407,7 +432,8 @@ class OmniPrefixCacheManager:
                 "raise the one that is too small"
             )
 
-    def _claim_staging(self) -> StagingSlot:
+    def _claim_staging(self) -> tuple[StagingSlot, int]:
+        """A staging slot, and the epoch it was claimed in."""
         staging = self._controller.staging
         unused: list[HostBuffer] = []
         slot = None
@@ -415,8 +441,11 @@ class OmniPrefixCacheManager:
         with self._state.lock:
             if self._state.usable and not self._intake.step_under_way:
                 raise StepOrderError("save_outputs was called without new_step_starts; announce each step once, first")
+            epoch = self._state.epoch
             self._state.wait(lambda: staging.has_free, self.config.staging_claim_timeout_s)
             problem = self._state.problem("save_outputs")
+            if problem is None and self._state.epoch != epoch:
+                problem = StepOrderError("save_outputs: the cache was reset meanwhile; announce the step again")
             if problem is not None:
                 unused.extend(self._intake.end_unsaved_step())
             else:
@@ -434,24 +463,22 @@ class OmniPrefixCacheManager:
                 f"staging_depth={self.config.staging_depth} slots are held by {holders}; "
                 "materialize or discard the steps, or raise staging_depth"
             )
-        return slot
+        return slot, epoch
 
     def _staging_holders(self) -> str:
         unread = ", ".join(self._steps.labels()) or "none"
         writes = ", ".join(map(str, self._controller.committer.open_tasks)) or "none"
         return f"unread steps ({unread}) and writes ({writes})"
 
-    def _prepare_keys(self, inputs: StepInputs) -> dict[str, tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]]:
-        tables = {}
+    def _reserve_keys(self, inputs: StepInputs) -> dict[str, _ReservedKey]:
+        """Room for keys that the step brings for the first time; nothing knows of it until the step is saved."""
+        reserved = {}
         for value in inputs.token_values:
-            if not value.stored or value.key in self._table.keys:
-                continue
-            if value.key not in self._controller.pool:
-                self._controller.add_key(value.key, RowSpec(tuple(value.rows.shape[1:]), value.rows.dtype))
-            tables[value.key] = self._table.new_key_tables()
-        return tables
-
-    # -- consuming ----------------------------------------------------------------------------------------------------
+            if value.stored and value.key not in self._controller.pool:
+                spec = RowSpec(tuple(value.rows.shape[1:]), value.rows.dtype)
+                rows = self._controller.pool.reserve(spec)
+                reserved[value.key] = _ReservedKey(spec, rows, self._table.new_key_tables())
+        return reserved
 
     def _consume(self, step_id: int, end: StepEnd, asked: tuple[str, ...], what: str) -> StepContext:
         """Take a step out of the open ones, if the call is right. State lock held."""

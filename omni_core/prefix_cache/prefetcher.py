@@ -61,7 +61,7 @@ class Prefetcher:
         return self._thread.join(timeout_s)
 
     def _run(self) -> None:
-        self._backend.bind_thread()
+        bound = False
         while True:
             with self._state.lock:
                 self._state.prefetch_work.wait_for(lambda: bool(self._queue) or self._state.closing, None)
@@ -73,6 +73,9 @@ class Prefetcher:
                 batch.read.in_gather = True
             error: BaseException | None = None
             try:
+                if not bound:
+                    self._backend.bind_thread()
+                    bound = True
                 self._serve(batch)
             except BaseException as cause:  # the thread must outlive any failure; the read carries it
                 error = cause
@@ -97,10 +100,10 @@ class Prefetcher:
             buffer = read.buffers.get(key)
             spec = self._pool.spec(key)
             if buffer is None:
-                buffer = self._buffers.lease((read.buffer_num_rows, spec.width), spec.dtype)
+                buffer = self._buffers.lease((read.buffer_num_rows, spec.row_words), spec.word)
                 with self._state.lock:
                     read.buffers[key] = buffer
-            rows = buffer.view((read.buffer_num_rows, spec.width), spec.dtype)
+            rows = buffer.view((read.buffer_num_rows, spec.row_words), spec.word)
             self._gather(read, key, entries, rows)
             self._runtime.checkpoint("prefetch.gathered")
             if not self._settle(read, key, entries, ids, rows):
@@ -151,7 +154,7 @@ class Prefetcher:
             planned = still_planned()
             aside = table.published(planned)
             aside_ids = table.ids[aside]
-            gathered = np.setdiff1d(planned, aside, assume_unique=True)
+            gathered = table.not_published(planned)
             self._check_stamps(read, key, gathered)
             table.resolved[gathered] = True
             sides = tuple(table.side_rows) if len(aside) else ()

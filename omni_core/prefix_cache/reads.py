@@ -95,6 +95,11 @@ class KeyEntries:
         aside: npt.NDArray[np.int64] = among[self.rescue[among] == _RESCUE_PUBLISHED]
         return aside
 
+    def not_published(self, among: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Of these entries, those whose rows do not lie aside."""
+        straight: npt.NDArray[np.int64] = among[self.rescue[among] != _RESCUE_PUBLISHED]
+        return straight
+
     def rescue_pending(self, among: npt.NDArray[np.int64]) -> bool:
         """Whether a rescue of any of these entries is flagged and not yet published."""
         return bool((self.rescue[among] == _RESCUE_FLAGGED).any())

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from itertools import repeat
 
 import numpy as np
@@ -38,7 +37,8 @@ class RequestTable:
         self._num_rows = 0
         self._errors: dict[str, RequestError] = {}
         self.missing = MissingSets()
-        self._partial: deque[PartialRequest] = deque(maxlen=max_partial_reports)
+        self._max_partial_reports = max_partial_reports
+        self._partial: dict[tuple[str, int], list[npt.NDArray[np.int64]]] = {}
 
     def __len__(self) -> int:
         return len(self._row_of)
@@ -89,7 +89,7 @@ class RequestTable:
         self._errors.pop(req_id, None)
         owed = self.missing.forget(req_id)
         if len(owed):
-            self._partial.append(PartialRequest(req_id, ranges_of(owed)))
+            self._report_partial(req_id, int(self._serials[row]), owed)
 
     def forget_all(self) -> int:
         """Forget every request (`reset`); returns how many there were."""
@@ -144,12 +144,20 @@ class RequestTable:
         if len(rows.positions) == 0 or serial == 0:
             return
         if self.serial(req_id) != serial:
-            self._partial.append(PartialRequest(req_id, ranges_of(rows.positions)))
+            self._report_partial(req_id, serial, rows.positions)
         elif req_id not in self._errors:
             self.missing.add(req_id, rows)
 
     def take_partial(self) -> tuple[PartialRequest, ...]:
-        """Ended requests with rows never delivered, once each."""
-        reports = tuple(self._partial)
+        """Ended requests with rows never delivered; each life of an id once per call."""
+        reports = tuple(
+            PartialRequest(req_id, ranges_of(np.sort(np.concatenate(missing))))
+            for (req_id, _), missing in self._partial.items()
+        )
         self._partial.clear()
         return reports
+
+    def _report_partial(self, req_id: str, serial: int, positions: npt.NDArray[np.int64]) -> None:
+        self._partial.setdefault((req_id, serial), []).append(positions)
+        if len(self._partial) > self._max_partial_reports:
+            del self._partial[next(iter(self._partial))]

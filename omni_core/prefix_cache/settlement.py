@@ -53,13 +53,15 @@ class StepSettlement:
             self.rows_from_hits += from_hits
             self._requests.missing.delivered(served)
             for run in undelivered:
-                self._owe(context, run)
+                self.owe(context, run)
             self._state.leave_pages()
         self._buffers.give_back(unused)
         return kept
 
-    def _owe(self, context: StepContext, run: BatchRun) -> None:
+    def owe(self, context: StepContext, run: BatchRun) -> None:
         """The step's rows of this request were not delivered. State lock held."""
+        if run.req_id in context.failed:
+            return
         serial = int(context.serials[run.index])
         stored = context.read_of(run.req_id)
         if stored is not None:

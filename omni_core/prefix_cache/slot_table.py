@@ -121,8 +121,9 @@ class SlotTable:
 
     def present_rows(self) -> dict[str, int]:
         """How many rows of each key are present. Walks the tables; for `reset` and `stats` only."""
-        floors = np.repeat(self._tenancy_floor, self.block_size)
-        return {key: int(np.count_nonzero(latest > floors)) for key, latest in self._latest.items()}
+        floors = self._tenancy_floor[:, None]
+        by_block = (self.num_blocks, self.block_size)
+        return {key: int(np.count_nonzero(latest.reshape(by_block) > floors)) for key, latest in self._latest.items()}
 
     # -- physical state, committer thread -----------------------------------------------------------------------------
 

@@ -174,7 +174,7 @@ class OutputClassifier:
                 raise LayoutMismatchError(f"{HIDDEN_KEY!r} is the hidden states' own key; name the output differently")
             per_token = isinstance(value, torch.Tensor) and value.dim() > 0 and value.numel() > 0
             per_token = per_token and value.shape[0] in (num_tokens, num_tokens_padded)
-            kind = self._kind(key, per_token, num_tokens, num_reqs, decided)
+            kind = self._kind(key, value, per_token, num_tokens, num_reqs, decided)
             if kind is KeyKind.TOKEN and per_token:
                 rows = _real_rows(value, num_tokens)
                 self._check_spec(key, rows)
@@ -201,7 +201,13 @@ class OutputClassifier:
         return TokenValue(HIDDEN_KEY, rows, stored)
 
     def _kind(
-        self, key: str, per_token: bool, num_tokens: int, num_reqs: int, decided: dict[str, KeyKind]
+        self,
+        key: str,
+        value: Any,
+        per_token: bool,
+        num_tokens: int,
+        num_reqs: int,
+        decided: dict[str, KeyKind],
     ) -> KeyKind | None:
         if key in self._policy.token_keys:
             kind: KeyKind | None = KeyKind.TOKEN
@@ -209,18 +215,26 @@ class OutputClassifier:
             return KeyKind.LEFTOVER
         else:
             kind = self._kinds.get(key)
-            if kind is None and num_tokens > 1 and num_tokens != num_reqs:
+            rowed = isinstance(value, torch.Tensor) and value.dim() > 0 and value.numel() > 0
+            if kind is None and rowed and num_tokens > 1 and num_tokens != num_reqs:
                 # With one token per request a row per token and an entry per request look alike.
                 kind = decided[key] = KeyKind.TOKEN if per_token else KeyKind.LEFTOVER
-        if kind is KeyKind.TOKEN and not per_token and key not in self._contradicted:
-            self._contradicted.add(key)
-            logger.error(
-                "key %r has a row per token, but a step of %d tokens brought it in another form; "
-                "that step's value is passed on unstored (logged once)",
-                key,
-                num_tokens,
-            )
+        if kind is not None and (kind is KeyKind.TOKEN) is not per_token and num_tokens != num_reqs:
+            self._report_contradiction(key, kind, num_tokens)
         return kind
+
+    def _report_contradiction(self, key: str, kind: KeyKind, num_tokens: int) -> None:
+        if key in self._contradicted:
+            return
+        self._contradicted.add(key)
+        understood = "a row per token" if kind is KeyKind.TOKEN else "no row per token"
+        logger.error(
+            "key %r was understood to have %s, but a step of %d tokens brought it in another form; that step's value "
+            "is passed on unstored (logged once). Declare the key in the model's policy",
+            key,
+            understood,
+            num_tokens,
+        )
 
     def _check_spec(self, key: str, rows: torch.Tensor) -> None:
         known = self._specs.get(key)

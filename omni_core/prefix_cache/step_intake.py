@@ -121,6 +121,8 @@ class StepIntake:
         for read in reads:
             read.step_label = f"step {step_id}"
             self._planner.plan_again(read, stored_slots)
+            for req_id in read.spans.keys() - set(layout.req_ids):  # started, but scheduled in a later step
+                self._requests.owe(req_id, self._requests.serial(req_id), read.owed_rows(req_id))
         context = StepContext(
             step_id,
             layout.req_ids,

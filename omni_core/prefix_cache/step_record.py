@@ -3,39 +3,16 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import numpy as np
 import torch
 
 from omni_core.backend import ByteCarver, DeviceBackend, Event, NoBackendForTensorError, Stream
 from omni_core.backend.memory import aligned_nbytes
+from omni_core.prefix_cache.leftovers import StagedLeftover, stage_leftover, tensors_of, with_views
 from omni_core.prefix_cache.staging import StagingSlot
-from omni_core.prefix_cache.step_inputs import LeftoverShare, LeftoverValue, StepInputs
+from omni_core.prefix_cache.step_inputs import StepInputs
 from omni_core.prefix_cache.task import StagedRows
-
-
-@dataclass(frozen=True, slots=True)
-class StagedLeftover:
-    """A leftover whose tensors lie in the page."""
-
-    key: str
-    share: LeftoverShare
-    value: Any
-    """A page view, a tuple of values, or a foreign value copied at save."""
-    element_rows: tuple[int, ...] | None = None
-    """Set if `value` is one page view over the concatenated elements of a list: their row counts."""
-
-    def detached(self) -> Any:
-        """The value, independent of the page: tensors cloned, a concatenated list split again. Once per delivery."""
-        if self.element_rows is not None:
-            return torch.split(self.value.clone(), list(self.element_rows))
-        if isinstance(self.value, tuple):
-            return tuple(each.clone() if isinstance(each, torch.Tensor) else each for each in self.value)
-        return self.value.clone() if isinstance(self.value, torch.Tensor) else self.value
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +38,7 @@ def step_nbytes(inputs: StepInputs) -> int:
     for value in inputs.token_values:
         total += aligned_nbytes(value.rows.nbytes)
     for leftover in inputs.leftovers:
-        for tensor in _tensors_of(leftover.value):
+        for tensor in tensors_of(leftover.value):
             total += aligned_nbytes(tensor.nbytes)
     return total
 
@@ -75,7 +52,7 @@ def check_devices(inputs: StepInputs, backend: DeviceBackend) -> None:
     for value in inputs.token_values:
         _check_device(value.key, value.rows, backend)
     for leftover in inputs.leftovers:
-        for tensor in _tensors_of(leftover.value):
+        for tensor in tensors_of(leftover.value):
             _check_device(leftover.key, tensor, backend)
 
 
@@ -93,93 +70,44 @@ def record_step(
     """Clone a step's tensors into the snapshot ring and start their one copy to the page. Engine thread; never blocks.
 
     Values that already lie in host memory the backend does not own are copied at once, behind the device's part of the
-    page.
+    page. The copy from the device is started last: nothing that can fail comes after it.
     """
-    page = _PageWriter(backend, slot.host, ring)
-    rows = {value.key: page.put(value.rows) for value in inputs.token_values if backend.owns(value.rows)}
-    device_leftovers = [leftover for leftover in inputs.leftovers if _on_device(leftover, backend)]
-    leftovers = {leftover.key: _stage(leftover, page) for leftover in device_leftovers}
-    copy_done = None
-    if ring.used_bytes:
-        copy_done = backend.copy_to_host(slot.host.used(), ring.used(), stream)
-    page.host_only = True
-    for value in inputs.token_values:
-        if value.key not in rows:
-            rows[value.key] = page.put(value.rows)
-    for leftover in inputs.leftovers:
-        if leftover.key not in leftovers:
-            leftovers[leftover.key] = _stage(leftover, page)
-    return StepRecord(
-        rows=tuple(StagedRows(value.key, rows[value.key]) for value in inputs.token_values),
-        stored_keys=frozenset(value.key for value in inputs.token_values if value.stored),
-        leftovers=tuple(leftovers[leftover.key] for leftover in inputs.leftovers),
-        copy_done=copy_done,
-    )
+    blocks: list[tuple[torch.Tensor, ...]] = [(value.rows,) for value in inputs.token_values]
 
+    def stage(tensors: tuple[torch.Tensor, ...]) -> int:
+        blocks.append(tensors)
+        return len(blocks) - 1
 
-class _PageWriter:
-    """Puts tensors into the page: through the snapshot ring, or straight once `host_only` is set."""
-
-    def __init__(self, backend: DeviceBackend, page: ByteCarver, ring: ByteCarver) -> None:
-        self._backend = backend
-        self._page = page
-        self._ring = ring
-        self.host_only = False
-
-    def put(self, tensor: torch.Tensor) -> torch.Tensor:
-        view = self._page.take(tensor.shape, tensor.dtype)
-        if self.host_only:
-            view.copy_(tensor)
+    leftovers = [stage_leftover(leftover, stage) for leftover in inputs.leftovers]
+    views = [block[0] for block in blocks]
+    on_host = []
+    for number, block in enumerate(blocks):
+        if backend.owns(block[0]):
+            views[number] = _take(slot.host, block)
+            if len(block) == 1:
+                backend.snapshot(block[0], ring)
+            else:
+                torch.cat(block, out=_take(ring, block))
         else:
-            self._backend.snapshot(tensor, self._ring)
-        return view
-
-    def put_concatenated(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """One operation for a whole list, which has an element per request."""
-        shape = (sum(tensor.shape[0] for tensor in tensors), *tensors[0].shape[1:])
-        view = self._page.take(shape, tensors[0].dtype)
-        target = view if self.host_only else self._ring.take(shape, tensors[0].dtype)
-        torch.cat(list(tensors), out=target)
-        return view
-
-
-def _stage(leftover: LeftoverValue, page: _PageWriter) -> StagedLeftover:
-    value = leftover.value
-    if isinstance(value, torch.Tensor):
-        return StagedLeftover(leftover.key, leftover.share, page.put(value))
-    if isinstance(value, tuple):
-        if _can_concatenate(value):
-            joined = page.put_concatenated(value)
-            return StagedLeftover(leftover.key, leftover.share, joined, tuple(each.shape[0] for each in value))
-        staged = tuple(page.put(each) if isinstance(each, torch.Tensor) else copy.copy(each) for each in value)
-        return StagedLeftover(leftover.key, leftover.share, staged)
-    return StagedLeftover(
-        leftover.key, leftover.share, value.copy() if isinstance(value, np.ndarray) else copy.copy(value)
+            on_host.append(number)
+    device_part = slot.host.used()
+    for number in on_host:
+        views[number] = _take(slot.host, blocks[number])
+        if len(blocks[number]) == 1:
+            views[number].copy_(blocks[number][0])
+        else:
+            torch.cat(blocks[number], out=views[number])
+    return StepRecord(
+        rows=tuple(StagedRows(value.key, view) for value, view in zip(inputs.token_values, views, strict=False)),
+        stored_keys=frozenset(value.key for value in inputs.token_values if value.stored),
+        leftovers=tuple(with_views(leftover, views) for leftover in leftovers),
+        copy_done=backend.copy_to_host(device_part, ring.used(), stream) if ring.used_bytes else None,
     )
 
 
-def _can_concatenate(values: tuple[Any, ...]) -> bool:
-    first = values[0] if values else None
-    if not isinstance(first, torch.Tensor) or first.dim() == 0:
-        return False
-    return all(
-        isinstance(each, torch.Tensor)
-        and each.dim() == first.dim()
-        and each.shape[1:] == first.shape[1:]
-        and each.dtype == first.dtype
-        and each.device == first.device
-        for each in values
-    )
-
-
-def _tensors_of(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, tuple):
-        return [each for each in value if isinstance(each, torch.Tensor)]
-    return []
-
-
-def _on_device(leftover: LeftoverValue, backend: DeviceBackend) -> bool:
-    tensors = _tensors_of(leftover.value)
-    return bool(tensors) and all(backend.owns(tensor) for tensor in tensors)
+def _take(carver: ByteCarver, block: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """Room for a tensor, or for several concatenated along the first dimension."""
+    first = block[0]
+    if len(block) == 1:
+        return carver.take(first.shape, first.dtype)
+    return carver.take((sum(tensor.shape[0] for tensor in block), *first.shape[1:]), first.dtype)

@@ -12,7 +12,9 @@ from row_values import assert_rows
 from omni_core.backend import NoBackendForTensorError
 from omni_core.prefix_cache.errors import (
     BlockSizeMismatchError,
+    HitRowsAbsentError,
     LayoutMismatchError,
+    LifecycleUnsupportedError,
     OmniPrefixCacheUnmatchError,
     PositionGapError,
     RequestEventError,
@@ -229,6 +231,22 @@ def test_a_start_that_contradicts_itself_fails_alone(rig, blocks, hit):
     assert isinstance(taken.failed["A"], RequestEventError)
     assert f"num_computed_tokens={hit}" in str(taken.failed["A"])
     assert_rows(taken["B"], ("B", 0, 4))
+
+
+def test_a_request_started_twice_in_one_step_fails_alone(rig):
+    start = RequestEvent(RequestEventKind.STARTED, "A", (1,), 0, 4)
+    rig.begin_as([start, start, RequestEvent(RequestEventKind.STARTED, "B", (2,), 0, 4)], new("A", [1]), new("B", [2]))
+    taken = rig.take(rig.save())
+    assert isinstance(taken.failed["A"], LifecycleUnsupportedError)
+    assert_rows(taken["B"], ("B", 0, 4))
+
+
+def test_blocks_of_a_request_nobody_knows_change_hands_all_the_same(rig):
+    rig.run(new("A", [1]))
+    rig.begin(events=[RequestEvent(RequestEventKind.EXTENDED, "unknown", (1,))])
+    taken = rig.run(new("C", [1, 2], hit=4))
+    assert isinstance(taken.failed["C"], HitRowsAbsentError)
+    assert rig.cache.stats().live_requests == 2
 
 
 def test_a_request_that_skips_positions_fails_alone(rig):

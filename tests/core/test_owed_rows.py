@@ -126,6 +126,31 @@ def test_a_step_discarded_after_its_request_ended_is_reported(rig):
     assert rig.cache.take_partial_requests() == (PartialRequest("A", ((3, 5),)),)
 
 
+@pytest.mark.parametrize("ended_first", [False, True])
+@pytest.mark.parametrize("consume", ["take", "discard"])
+def test_a_request_that_failed_is_no_partial_one_whenever_its_step_is_consumed(rig, ended_first, consume):
+    step = rig.step(new("C", [1, 2], hit=4), new("A", [3]))
+    if ended_first:
+        rig.begin(finish=["C"])
+    if consume == "take":
+        assert set(rig.take(step, "A", "C").failed) == {"C"}
+    else:
+        rig.cache.discard_step(step)
+    if not ended_first:
+        rig.begin(finish=["C"])
+    assert rig.cache.take_partial_requests() == ()
+
+
+def test_what_an_ended_request_misses_is_one_report(rig):
+    rig.run(new("A", [1]))
+    first = rig.step(new("C", [1, 2, 3], hit=4, run=3))
+    second = rig.step(more("C", 2))
+    rig.begin(finish=["C"])
+    rig.cache.discard_step(second)
+    rig.cache.discard_step(first)
+    assert rig.cache.take_partial_requests() == (PartialRequest("C", ((0, 9),)),)
+
+
 def test_reports_beyond_the_limit_drop_the_oldest(make_rig):
     rig = make_rig(max_partial_reports=2)
     for number in range(4):

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import weakref
 from collections.abc import Collection
@@ -68,6 +69,7 @@ class StageParts:
         Raises:
             BackendError, SinkError, OmniPrefixCacheError: a part cannot be made; says which and why.
         """
+        self._runtime = runtime
         probe = torch.empty(0, device=device)
         with ExitStack() as undo:
             self.backend: DeviceBackend = backend_for_tensor(probe, runtime=runtime, override=settings.backend)
@@ -99,8 +101,13 @@ class StageParts:
             stage_outputs=stage_outputs_model(model),
         )
 
+    def close_elsewhere(self) -> None:
+        """`close` on a thread of its own; returns at once."""
+        self._runtime.spawn("omni-core-close", lambda: self.close(DEFAULT_CLOSE_TIMEOUT_S))
+
     def close(self, timeout_s: float) -> None:
-        """Deliver what was computed, end every request in the sink, close the parts. Bounded by `timeout_s`."""
+        """Deliver what was computed, end every request in the sink, close the parts. Idempotent; bounded."""
+        atexit.unregister(self.close)
         if not self.builder.close(timeout_s):
             _LOG.error(
                 "the sink did not finish within %.1f s at shutdown; requests it had not finished are not readable",
@@ -121,8 +128,14 @@ class StageSession:
         self.tap = tap
         self._parts = parts
         self._closed = False
-        # Also closes a session whose worker was dropped or whose interpreter ends without `shutdown`.
-        self._finalizer = None if parts is None else weakref.finalize(self, parts.close, DEFAULT_CLOSE_TIMEOUT_S)
+        self._finalizer: weakref.finalize[[], StageSession] | None = None
+        if parts is not None:
+            # A session whose worker was dropped is closed on a thread of its own: garbage is collected anywhere, also
+            # on a thread that holds a lock which closing needs.
+            self._finalizer = weakref.finalize(self, parts.close_elsewhere)
+            self._finalizer.atexit = False
+            # Registered after the cache's own hook, so it runs first: what was computed is delivered at exit.
+            atexit.register(parts.close, DEFAULT_CLOSE_TIMEOUT_S)
 
     @property
     def cache(self) -> OmniPrefixCacheManager | None:
