@@ -48,6 +48,7 @@ soak:
 	@$(SETUP) core
 	HYPOTHESIS_PROFILE=nightly $(PYTEST) --timeout 3600 -m "not engine and not packaging"
 
+demo: export OMNI_CORE_HOME ?= $(CURDIR)/models
 demo:
 	@$(SETUP) core engine
 	@$(BIN)/python -m omni_core.cli.main demo $(DEMO_ARGS)

@@ -228,7 +228,7 @@ class DeviceBackend(ABC):
 
         Args:
             destination: contiguous CPU tensor inside a `PinnedArena`.
-            source: contiguous device tensor of the same shape and dtype. The backend keeps it alive until the copy ends.
+            ValueError: shapes, dtypes or layouts do not fit, or the destination lies in no pinned arena; names it.
             stream: from `new_stream`.
 
         Returns:

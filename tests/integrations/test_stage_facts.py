@@ -53,7 +53,9 @@ def test_a_plain_stage_gets_a_cache():
         (
             {
                 "config": vllm_config(
-                    cache_config=SimpleNamespace(enable_prefix_caching=False, block_size=32, kv_sharing_fast_prefill=False)
+                    cache_config=SimpleNamespace(
+                        enable_prefix_caching=False, block_size=32, kv_sharing_fast_prefill=False
+                    )
                 )
             },
             "prefix_caching_off",

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Drives the public API of the prefix cache the way an engine does, with a block-table arithmetic of its own."""
 
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,7 +11,6 @@ from omni_core_cpu_sim import CpuSimBackend
 from row_values import row_values
 
 from omni_core.prefix_cache.config import HIDDEN_KEY, PrefixCacheConfig
-from omni_core.prefix_cache.errors import CacheClosedError, CacheFailedError
 from omni_core.prefix_cache.events import BlockCopy, RequestEvent, RequestEventKind, StepEvents, StepLayout
 from omni_core.prefix_cache.manager import OmniPrefixCacheManager
 
@@ -221,18 +220,21 @@ class CacheRig:
         self.cache.flush(PATIENCE_S)
         return self.cache.stats()
 
-    def assert_nothing_held(self):
-        """No step, read, pin, write or staging slot is held once every write has ended."""
-        with suppress(CacheFailedError, CacheClosedError):
-            self.cache.flush(PATIENCE_S)
+    def held_resources(self):
+        """What steps, reads and writes hold now."""
         stats = self.cache.stats()
-        held = {
+        return {
             "open_steps": stats.open_steps,
             "live_reads": stats.live_reads,
             "pinned_slots": stats.pinned_slots,
             "queued_writes": stats.queued_writes,
             "staging_slots_in_use": stats.staging_slots_in_use,
         }
+
+    def assert_nothing_held(self):
+        """No step, read, pin, write or staging slot is held once the helper threads have nothing left to do."""
+        self.runtime.comes_true(lambda: not any(self.held_resources().values()))
+        held = self.held_resources()
         assert held == dict.fromkeys(held, 0)
 
     def stop(self):

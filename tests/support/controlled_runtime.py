@@ -180,6 +180,17 @@ class ControlledRuntime(ThreadingRuntime):
             reached = self._monitor.wait_for(lambda: thread in self._waiting, PATIENCE_S)
         assert reached, f"thread {thread!r} never waited for anything"
 
+    def comes_true(self, predicate):
+        """Whether `predicate()` holds, now or when some thread has next gone to sleep; looked at again each time."""
+        while True:
+            with self._monitor:
+                seen = len(self.waits)
+            if predicate():
+                return True
+            with self._monitor:
+                if not self._monitor.wait_for(lambda seen=seen: len(self.waits) > seen, PATIENCE_S):
+                    return False
+
     @contextmanager
     def keep_asleep(self, thread):
         """Whatever wakes this thread, it does not notice before the block ends."""

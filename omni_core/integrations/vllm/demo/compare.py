@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from omni_core.integrations.vllm.demo_job import ComparedRequest, DeliveredRequest
+from omni_core.integrations.vllm.demo.job import ComparedRequest, DeliveredRequest
 from omni_core.integrations.vllm.tap import prefix_digests
 from omni_core.prefix_cache.config import HIDDEN_KEY
 from omni_core.sinks.rows import StoredRequest
@@ -80,7 +80,7 @@ def compare_with_cache_off(
     name: str,
     delivered: torch.Tensor,
     reference: Sequence[Sequence[torch.Tensor]],
-    reference_again: Sequence[Sequence[torch.Tensor]],
+    reference_again: Sequence[Sequence[torch.Tensor]] | None,
 ) -> ComparedRequest:
     """The largest row-relative differences over a prompt.
 
@@ -88,23 +88,28 @@ def compare_with_cache_off(
         name: the client's request id.
         delivered: `(at least num_prompt_tokens, hidden_size)`: rows of the cache-on run, from position 0.
         reference: per prompt position, the rows the cache-off engine computed in the waves.
-        reference_again: the same after the prompts ran once more in batches of another shape; holds `reference`.
+        reference_again: the same after this prompt ran once more in a batch of another shape; holds `reference`. `None`
+            if it did not.
     """
     absent = [position for position, rows in enumerate(reference) if not rows]
     if absent:
         return ComparedRequest(name, problem=f"the cache-off run computed no row for positions {absent[:8]}")
     if len(delivered) < len(reference):
         return ComparedRequest(name, problem=f"{len(delivered)} rows delivered for {len(reference)} prompt tokens")
-    largest, at_position, control = 0.0, 0, 0.0
+    largest, at_position = 0.0, 0
     for position, rows in enumerate(reference):
         difference = max(row_relative_difference(delivered[position], row) for row in rows)
         if difference > largest:
             largest, at_position = difference, position
-        again = reference_again[position]
-        control = max(control, *(row_relative_difference(other, row) for row in rows for other in again))
     if math.isinf(largest):
         return ComparedRequest(name, problem=f"position {at_position}: a row that is not finite, or of another width")
+    control = None if reference_again is None else _largest_between(reference, reference_again)
     return ComparedRequest(name, largest_difference=largest, at_position=at_position, control_difference=control)
+
+
+def _largest_between(first: Sequence[Sequence[torch.Tensor]], second: Sequence[Sequence[torch.Tensor]]) -> float:
+    pairs = zip(first, second, strict=True)
+    return max(row_relative_difference(other, row) for rows, others in pairs for row in rows for other in others)
 
 
 def row_relative_difference(row: torch.Tensor, reference: torch.Tensor) -> float:

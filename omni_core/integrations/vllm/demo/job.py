@@ -112,7 +112,7 @@ class ComparedRequest:
     """Row-relative; the largest over the prompt and over all rows the cache-off engine computed for the same tokens."""
     at_position: int | None = None
     control_difference: float | None = None
-    """The same between rows that the cache-off engine itself computed in batches of another shape."""
+    """The same between rows that the cache-off engine itself computed in batches of another shape; `None`: not run."""
     problem: str | None = None
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One phase of the demo in a process of its own: build the engine, drive two waves step by step, check the rows.
 
-Run as `python -m omni_core.integrations.vllm.demo_run JOB RESULT DESCRIPTOR`. A process per phase gives both engines
+Run as `python -m omni_core.integrations.vllm.demo.run JOB RESULT DESCRIPTOR`. A process per phase gives both engines
 the same start: nothing of the first one's memory, threads or kernel caches is left when the second is timed.
 """
 
@@ -17,8 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
-from omni_core.integrations.vllm.demo_compare import cache_off_rows, check_against_tap, compare_with_cache_off
-from omni_core.integrations.vllm.demo_job import (
+from omni_core.integrations.vllm.demo.compare import cache_off_rows, check_against_tap, compare_with_cache_off
+from omni_core.integrations.vllm.demo.job import (
     ComparedRequest,
     DeliveredRequest,
     DemoJob,
@@ -38,7 +38,11 @@ WORKER_CLASS = "omni_core.integrations.vllm.cpu_worker.OmniCpuWorker"
 BLOCK_SIZE_TOKENS = 32
 WAVE_NAMES = ("cold", "warm")
 
+CONTROL_EVERY = 8
+"""Every how many prompts one is run a second time without prefix caching, alone in its batch."""
+
 _WARM_UP_NAME = "warm-up"
+_WARM_UP_TOKENS = 64
 _MODEL_LEN_STEP_TOKENS = 256
 
 
@@ -84,7 +88,9 @@ def run_phase(job: DemoJob, progress: ProgressPipe) -> PhaseResult:
     tap = session.tap
     if tap is None:
         raise RuntimeError("the engine has no tap although the demo asked for one")
-    _drive(llm, [TokenPrompt(_WARM_UP_NAME, prompts[0].token_ids[::-1])], "warm-up", job.max_tokens, lambda done: None)
+    # Backwards: no block of it is the start of any prompt.
+    warm_up = TokenPrompt(_WARM_UP_NAME, prompts[0].token_ids[: -_WARM_UP_TOKENS - 1 : -1])
+    _drive(llm, [warm_up], _WARM_UP_NAME, 2, lambda done: None)
     answers: list[Answer] = []
     times: list[WaveTime] = []
     for wave, members in zip(WAVE_NAMES, waves_of(prompts), strict=True):
@@ -217,10 +223,12 @@ def _compared(
     llm: Any, job: DemoJob, prompts: Sequence[TokenPrompt], tap: ForwardTap, progress: ProgressPipe
 ) -> tuple[ComparedRequest, ...]:
     reference = {prompt.name: cache_off_rows(tap, prompt.token_ids) for prompt in prompts}
+    controls = prompts[::CONTROL_EVERY]
     text = "prefix caching off again, one prompt at a time"
-    for done, prompt in enumerate(prompts):
-        progress.say(text, done, len(prompts))
+    for done, prompt in enumerate(controls):
+        progress.say(text, done, len(controls))
         _drive(llm, [prompt], "control", 1, lambda done: None)
+    control_names = {prompt.name for prompt in controls}
     progress.say("comparing the files with the cache-off rows")
     files = _files_by_name(Path(job.rows_directory))
     compared: list[ComparedRequest] = []
@@ -229,7 +237,7 @@ def _compared(
             compared.append(ComparedRequest(prompt.name, problem="no file to compare"))
             continue
         rows = files[prompt.name][1].hidden_states
-        again = cache_off_rows(tap, prompt.token_ids)
+        again = cache_off_rows(tap, prompt.token_ids) if prompt.name in control_names else None
         compared.append(compare_with_cache_off(prompt.name, rows, reference[prompt.name], again))
     return tuple(compared)
 
