@@ -228,7 +228,7 @@ class DeviceBackend(ABC):
 
         Args:
             destination: contiguous CPU tensor inside a `PinnedArena`.
-            ValueError: shapes, dtypes or layouts do not fit, or the destination lies in no pinned arena; names it.
+            source: contiguous device tensor of the same shape and dtype; the backend keeps it alive until then.
             stream: from `new_stream`.
 
         Returns:
