@@ -64,6 +64,8 @@ class HostBufferPool:
 
     def give_back(self, buffers: Sequence[HostBuffer]) -> None:
         """Take buffers back for reuse; beyond the cap they are freed. Their views must not be read any more."""
+        if not buffers:
+            return
         dropped = []
         with self._lock:
             for buffer in buffers:

@@ -152,7 +152,8 @@ class Committer:
     def _has_work(self) -> bool:
         if self._queue:
             return bool(self._abandoned) or not self._paused
-        return bool(self._abandoned) or self._state.closing
+        # Whoever still uses a page may yet abandon a copy into it.
+        return bool(self._abandoned) or (self._state.closing and self._state.page_users == 0)
 
     def _bind(self) -> None:
         if not self._bound:

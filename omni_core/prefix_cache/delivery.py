@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -18,12 +21,13 @@ from omni_core.prefix_cache.step_inputs import LeftoverShare
 from omni_core.prefix_cache.step_record import StepRecord
 from omni_core.prefix_cache.task import StagedRows
 
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
 
-@dataclass(frozen=True, slots=True)
-class BatchRun:
+
+class BatchRun(NamedTuple):
     """One request's rows in the step: batch index, rows `[first, last)` of the batch, first token position."""
 
-    index: int
+    in_batch: int
     req_id: str
     first: int
     last: int
@@ -37,7 +41,7 @@ class BatchRun:
     @property
     def token_range(self) -> TokenRange:
         """Positions the step computed for the request."""
-        return (self.position, self.position + self.num_rows)
+        return (self.position, self.position + self.last - self.first)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +50,10 @@ class Joined:
 
     served: dict[str, RequestRows]
     buffers: list[HostBuffer]
+    rows_computed: int = 0
+    """Token positions among `served` whose rows the step computed."""
+    rows_from_hits: int = 0
+    """Token positions among `served` whose rows were stored."""
 
 
 def join_step(
@@ -67,22 +75,25 @@ def join_step(
     leased: list[HostBuffer] = []
     joiner = _Joiner(record, reads, specs, buffers, leased)
     try:
-        plain = [run for run in runs if run.req_id not in reads]
-        rows = joiner.plain_rows(plain)
+        plain = [run for run in runs if run.req_id not in reads] if reads else runs
+        rows = iter(joiner.plain_rows(plain))
         leftovers = _share_leftovers(record, runs)
         served = {}
         for run in runs:
             read = reads.get(run.req_id)
+            shares = leftovers.get(run.req_id, _NOTHING)
             if read is None:
-                served[run.req_id] = RequestRows(
-                    run.req_id, (run.token_range,), rows[run.req_id], leftovers=leftovers.get(run.req_id, {})
-                )
+                ranges = (run.token_range,)
+                served[run.req_id] = RequestRows(run.req_id, ranges, next(rows), _NOTHING, _NOTHING, shares)
             else:
-                served[run.req_id] = joiner.joined(run, read, leftovers.get(run.req_id, {}))
+                served[run.req_id] = joiner.joined(run, read, shares)
     except BaseException:
         buffers.give_back(leased)
         raise
-    return Joined(served, leased)
+    delivered_with_hits = sum(served[req_id].num_rows for req_id in reads)
+    computed_with_hits = sum(run.last - run.first for run in runs if run.req_id in reads) if reads else 0
+    computed = sum(run.last - run.first for run in runs)
+    return Joined(served, leased, computed, delivered_with_hits - computed_with_hits)
 
 
 class _Joiner:
@@ -100,26 +111,28 @@ class _Joiner:
         self._buffers = buffers
         self._leased = leased
 
-    def plain_rows(self, runs: list[BatchRun]) -> dict[str, dict[str, torch.Tensor]]:
-        """Rows of requests with nothing to join: one copy per key, a view per request."""
-        rows: dict[str, dict[str, torch.Tensor]] = {run.req_id: {} for run in runs}
+    def plain_rows(self, runs: list[BatchRun]) -> list[dict[str, torch.Tensor]]:
+        """Rows of requests with nothing to join: per key one copy, and one split into a view per request."""
+        rows: list[dict[str, torch.Tensor]] = [{} for _ in runs]
         if not runs:
             return rows
+        lengths = [run.last - run.first for run in runs]
         for staged in self._record.rows:
-            if sum(run.num_rows for run in runs) * 2 >= staged.rows.shape[0]:
-                copied = self._lease(tuple(staged.rows.shape), staged.rows.dtype)
-                copied.copy_(staged.rows)
-                for run in runs:
-                    rows[run.req_id][staged.key] = copied[run.first : run.last]
-            else:
-                for run in runs:
-                    part = staged.rows[run.first : run.last]
-                    copied = self._lease(tuple(part.shape), part.dtype)
-                    copied.copy_(part)
-                    rows[run.req_id][staged.key] = copied
+            for row, view in zip(rows, self._plain_column(staged.rows, runs, lengths), strict=True):
+                row[staged.key] = view
         return rows
 
-    def joined(self, run: BatchRun, read: StepRead, leftovers: dict[str, object]) -> RequestRows:
+    def _plain_column(self, staged: torch.Tensor, runs: list[BatchRun], lengths: list[int]) -> Sequence[torch.Tensor]:
+        copied = self._lease((sum(lengths), *staged.shape[1:]), staged.dtype)
+        views = copied.split_with_sizes(lengths)
+        if len(copied) == len(staged):
+            copied.copy_(staged)
+        else:
+            for run, view in zip(runs, views, strict=True):
+                view.copy_(staged[run.first : run.last])
+        return views
+
+    def joined(self, run: BatchRun, read: StepRead, leftovers: Mapping[str, Any]) -> RequestRows:
         """Stored rows, then the step's rows."""
         span = read.spans[run.req_id]
         rows: dict[str, torch.Tensor] = {}
@@ -193,6 +206,6 @@ def _share_leftovers(record: StepRecord, runs: list[BatchRun]) -> dict[str, dict
             elif leftover.share is LeftoverShare.WHOLE:
                 part = value
             else:
-                part = value[run.index]
+                part = value[run.in_batch]
             shares.setdefault(run.req_id, {})[leftover.key] = part
     return shares

@@ -271,7 +271,7 @@ class OmniPrefixCacheManager:
                 joined = self._join(context, [req_id for req_id in asked if req_id not in failed])
         finally:
             if context is not None:
-                kept = self._settlement.settle(context, joined.served)
+                kept = self._settlement.settle(context, joined)
         if problem is not None:
             raise problem
         buffers = joined.buffers + kept
@@ -290,7 +290,7 @@ class OmniPrefixCacheManager:
         with self._state.lock:
             context = self._consume(step_id, StepEnd.DISCARDED, (), what)
             problem = self._state.problem(what)
-        self._settlement.settle(context, {})
+        self._settlement.settle(context, Joined({}, []))
         if problem is not None:
             raise problem
 
@@ -520,6 +520,6 @@ class OmniPrefixCacheManager:
     def _join(self, context: StepContext, req_ids: list[str]) -> Joined:
         self._runtime.checkpoint("materialize.join")
         runs = context.runs(tuple(req_ids))
-        reads = {req_id: read for req_id in req_ids if (read := context.read_of(req_id)) is not None}
+        reads = context.reads_of(req_ids)
         with torch.inference_mode(False):
             return join_step(context.record, runs, reads, self._controller.pool.specs, self._controller.buffers)

@@ -3,11 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from omni_core.prefix_cache.buffers import HostBuffer, HostBufferPool
-from omni_core.prefix_cache.delivery import BatchRun
-from omni_core.prefix_cache.outputs import RequestRows
+from omni_core.prefix_cache.delivery import BatchRun, Joined
 from omni_core.prefix_cache.owed import OwedRows
 from omni_core.prefix_cache.planner import ReadPlanner
 from omni_core.prefix_cache.requests import RequestTable
@@ -37,20 +34,20 @@ class StepSettlement:
         self.rows_from_hits = 0
         """Of those, positions delivered from stored rows."""
 
-    def settle(self, context: StepContext, served: Mapping[str, RequestRows]) -> list[HostBuffer]:
+    def settle(self, context: StepContext, joined: Joined) -> list[HostBuffer]:
         """End a consumed step; returns the buffers its served requests' rows lie in. No lock held."""
+        served = joined.served
         kept: list[HostBuffer] = []
-        undelivered = context.runs(tuple(req_id for req_id in context.req_ids if req_id not in served))
-        from_hits = sum(rows.num_rows for rows in served.values()) - sum(
-            run.num_rows for run in context.runs(tuple(served))
-        )
+        undelivered: list[BatchRun] = []
+        if len(served) < len(context.req_ids):
+            undelivered = context.runs(tuple(req_id for req_id in context.req_ids if req_id not in served))
         with self._state.lock:
             for read in context.reads:
                 if not served.keys().isdisjoint(read.spans):
                     kept.extend(read.take_buffers())
             unused = self.end_step(context)
-            self.rows_delivered += sum(rows.num_rows for rows in served.values())
-            self.rows_from_hits += from_hits
+            self.rows_delivered += joined.rows_computed + joined.rows_from_hits
+            self.rows_from_hits += joined.rows_from_hits
             self._requests.missing.delivered(served)
             for run in undelivered:
                 self.owe(context, run)
@@ -62,7 +59,7 @@ class StepSettlement:
         """The step's rows of this request were not delivered. State lock held."""
         if run.req_id in context.failed:
             return
-        serial = int(context.serials[run.index])
+        serial = int(context.serials[run.in_batch])
         stored = context.read_of(run.req_id)
         if stored is not None:
             self._requests.owe(run.req_id, serial, stored.owed_rows(run.req_id))

@@ -58,6 +58,8 @@ class CacheState:
         """It is done with them."""
         self.page_users -= 1
         self.progress.notify_all()
+        if self.closing:
+            self.committer_work.notify_all()
 
     def fail(self, cause: BaseException) -> None:
         """Record the first failure and wake every waiter, which then finds the record."""

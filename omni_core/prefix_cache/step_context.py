@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import count
 
 import numpy as np
 import numpy.typing as npt
@@ -66,18 +68,26 @@ class StepContext:
 
     def runs(self, req_ids: tuple[str, ...]) -> list[BatchRun]:
         """The batch rows of these requests, in batch order. No lock needed."""
-        wanted = set(req_ids)
         bounds = self.starts.tolist()
         firsts = self.positions[self.starts[:-1]].tolist()
-        return [
-            BatchRun(index, req_id, bounds[index], bounds[index + 1], firsts[index])
-            for index, req_id in enumerate(self.req_ids)
-            if req_id in wanted
-        ]
+        every = zip(count(), self.req_ids, bounds, bounds[1:], firsts)
+        if req_ids == self.req_ids:
+            return list(map(BatchRun._make, every))
+        wanted = set(req_ids)
+        return [BatchRun._make(run) for run in every if run[1] in wanted]
 
     def read_of(self, req_id: str) -> StepRead | None:
         """The read that gathers stored rows for a request."""
-        return next((read for read in self.reads if req_id in read.spans), None)
+        for read in self.reads:
+            if req_id in read.spans:
+                return read
+        return None
+
+    def reads_of(self, req_ids: Sequence[str]) -> dict[str, StepRead]:
+        """The same for several requests; those without stored rows are left out."""
+        if not self.reads:
+            return {}
+        return {req_id: read for req_id in req_ids if (read := self.read_of(req_id)) is not None}
 
     def check_requests(self, req_ids: tuple[str, ...]) -> None:
         """Refuse requests that are not part of the step.

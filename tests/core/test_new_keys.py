@@ -105,10 +105,6 @@ class WatchedRing(SnapshotRing):
         self._note = note
 
     @property
-    def depth(self):
-        return self._inner.depth
-
-    @property
     def device_bytes(self):
         self._note("SnapshotRing.device_bytes")
         return self._inner.device_bytes

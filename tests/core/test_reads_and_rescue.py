@@ -66,7 +66,7 @@ def test_a_rescue_in_progress_holds_its_reader_back_and_then_serves_it(rig):
             later = rig.step(new("E", [1]), finish=["A", "C"])
             rescuing.wait_reached()
             before_gather.open()
-            rig.runtime.wait_until_waiting("omni-core-prefetch")
+            rig.runtime.wait_until_waiting("omni-core-prefetch", on="progress")
             taker = rig.taking(hit, "C")
     assert_rows(taker.result()["C"], ("A", 0, 4), ("C", 4, 8))
     rig.cache.discard_step(later)

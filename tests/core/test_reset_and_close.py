@@ -76,6 +76,7 @@ def test_a_reset_drops_queued_writes_and_waits_for_the_one_under_way(rig):
     with rig.held():
         for req_id in "ABC":
             rig.step(new(req_id, [ord(req_id) - 64]))
+        rig.wait_until_copying()
         resetter = rig.call("resetter", rig.cache.reset)
         rig.runtime.wait_until_waiting("resetter")
         assert not resetter.done
@@ -93,6 +94,7 @@ def test_a_take_that_waits_across_a_reset_is_told_and_leaves_nothing_held(rig):
         rig.step(new("A", [1]))
         second = rig.step(new("C", [1, 2], hit=4))
         taker = rig.taking(second, "C")
+        rig.wait_until_copying()
         resetter = rig.call("resetter", rig.cache.reset)
         rig.runtime.wait_until_waiting("resetter")
     resetter.result()

@@ -6,6 +6,7 @@ from cache_rig import new
 from row_values import assert_rows
 
 from omni_core.prefix_cache.errors import CacheFailedError, HitRowsAbsentError, StepOrderError
+from omni_core.prefix_cache.events import StepEvents
 
 
 def assert_no_row_survived(rig):
@@ -37,17 +38,11 @@ def test_a_save_overtaken_by_a_reset_and_the_next_announcement_stores_nothing(ri
         saver = rig.call("saver", rig.save)
         recorded.wait_reached()
         rig.cache.reset()
-        rig.cache.new_step_starts(rig_events())
+        rig.cache.new_step_starts(StepEvents())
     with pytest.raises(StepOrderError, match="reset meanwhile"):
         saver.result()
     rig.begin()
     assert_no_row_survived(rig)
-
-
-def rig_events():
-    from omni_core.prefix_cache.events import StepEvents
-
-    return StepEvents()
 
 
 def test_a_save_that_waits_for_staging_across_a_reset_stores_nothing(make_rig):

@@ -51,9 +51,8 @@ def test_the_states_of_a_running_cache(rig):
     with rig.runtime.stop_at("committer.write") as writing:
         with rig.held():
             rig.step(new("A", [1]))
-            rig.backend.copy_gate.wait_until_waiting(1, timeout_s=30)
-            rig.runtime.wait_until_waiting("omni-core-committer")
             rig.step(new("B", [2]))
+            rig.wait_until_copying()
             with pytest.raises(JoinTimeoutError, match=r"COPYING.*QUEUED"):
                 rig.cache.flush(timeout_s=0.01)
         writing.wait_reached()

@@ -131,7 +131,7 @@ class WatchedRuntime(ControlledRuntime):
 def settled_lock_entries(rig):
     """How often the state lock was taken, once every write has landed and the committer sleeps."""
     rig.cache.flush()
-    rig.runtime.wait_until_waiting("omni-core-committer")
+    rig.runtime.wait_until_waiting("omni-core-committer", on="committer-work")
     return rig.runtime.lock_entries[STATE_LOCK]
 
 
@@ -186,7 +186,7 @@ def test_fault_103_close_drains_a_copy_that_is_slow(make_rig):
     with rig.held():
         rig.step(new("A", [1]))
         closer = rig.call("closer", lambda: rig.cache.close(30))
-        rig.runtime.wait_until_waiting("omni-core-committer")
+        rig.wait_until_copying()
         assert not closer.done
         assert rig.backend.pinned_bytes > 0
     assert closer.result() is True

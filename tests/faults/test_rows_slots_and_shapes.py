@@ -93,9 +93,9 @@ def test_fault_041_both_block_tables_of_one_memory_give_the_same_slots_and_rows(
         slots = np.array([table[p // slots_by] * slots_by + p % slots_by for p in positions.tolist()])
         return StepLayout((req_id,), np.array([0, last - first]), positions, slots)
 
-    position_130 = 130 - 0
-    by_allocator = tables[ALLOCATOR_BLOCK][position_130 // 128] * 128 + position_130 % 128
-    by_kernel = tables[KERNEL_BLOCK][position_130 // 16] * 16 + position_130 % 16
+    position = 130
+    by_allocator = tables[ALLOCATOR_BLOCK][position // 128] * 128 + position % 128
+    by_kernel = tables[KERNEL_BLOCK][position // 16] * 16 + position % 16
     assert by_allocator == by_kernel == 130
 
     rig.begin(new("A", tables[cache_block], run=200))

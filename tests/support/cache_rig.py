@@ -204,6 +204,10 @@ class CacheRig:
         """Hold every copy back until the block ends."""
         return self.backend.hold_copies()
 
+    def wait_until_copying(self):
+        """Until the committer has taken a write and waits for its copy."""
+        self.runtime.wait_until_waiting("omni-core-committer", on="omni-core-copy")
+
     def call(self, name, function):
         return self.runtime.call(name, function)
 

@@ -174,11 +174,16 @@ class ControlledRuntime(ThreadingRuntime):
             reached = self._monitor.wait_for(lambda: self.passed[name] >= count, PATIENCE_S)
         assert reached, f"checkpoint {name!r} was passed {self.passed[name]} times, not {count}"
 
-    def wait_until_waiting(self, thread):
-        """Until the thread of that name sleeps on a condition."""
+    def wait_until_waiting(self, thread, on=""):
+        """Until the thread of that name sleeps on a condition, one whose name contains `on`."""
+
+        def sleeps():
+            condition = self._waiting.get(thread)
+            return condition is not None and on in condition.name
+
         with self._monitor:
-            reached = self._monitor.wait_for(lambda: thread in self._waiting, PATIENCE_S)
-        assert reached, f"thread {thread!r} never waited for anything"
+            reached = self._monitor.wait_for(sleeps, PATIENCE_S)
+        assert reached, f"thread {thread!r} never waited for {on or 'anything'}"
 
     def comes_true(self, predicate):
         """Whether `predicate()` holds, now or when some thread has next gone to sleep; looked at again each time."""
