@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from omni_core.backend import DeviceBackend, DeviceWaitTimeoutError, Event
+from omni_core.backend import DeviceBackend, DeviceCopyError, Event
 from omni_core.prefix_cache.block_pool import PrefixBlockPool
 from omni_core.prefix_cache.buffers import HostBufferPool
 from omni_core.prefix_cache.reads import SideRows, StepRead
@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 TASK_HOLDER = "write"
 """The name under which a write task holds its staging slot."""
+_ABANDONED_WAIT_S = 1.0
+"""How long an idle committer waits at a time for a copy whose rows nobody wants."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +82,11 @@ class Committer:
         return self._current is not None
 
     @property
+    def abandoned_slots(self) -> tuple[int, ...]:
+        """Staging slots kept out of use because a copy into them may still run."""
+        return tuple(slot.index for slot, _ in self._abandoned)
+
+    @property
     def open_tasks(self) -> tuple[WriteTask, ...]:
         """Writes that have not ended, oldest first."""
         return (*((self._current,) if self._current else ()), *self._queue)
@@ -128,53 +135,65 @@ class Committer:
         while True:
             with self._state.lock:
                 self._state.committer_work.wait_for(self._has_work, None)
-                abandoned = tuple(self._abandoned)
-                if not abandoned and not self._queue:
+                task = None if self._paused or not self._queue else self._queue.popleft()
+                if task is not None:
+                    task.transition(TaskState.COPYING)
+                    self._current = task
+                elif not self._abandoned:
                     return
+                abandoned = tuple(self._abandoned)
+            if task is not None:
+                self._try_to_land(task)
             if abandoned:
-                self._await_abandoned(abandoned)
-                continue
-            with self._state.lock:
-                if self._paused or not self._queue:
-                    continue
-                task = self._queue.popleft()
-                task.transition(TaskState.COPYING)
-                self._current = task
-            try:
-                self._land(task)
-            except BaseException as cause:  # the thread must outlive any failure and hand it to every waiter
-                with self._state.lock:
-                    self._end(task, TaskState.FAILED)
-                    self._current = None
-                    self.drop_queue()
-                    self._state.fail(cause)
+                self._free_abandoned(abandoned, wait_s=0.0 if task is not None else _ABANDONED_WAIT_S)
 
     def _has_work(self) -> bool:
-        if self._queue:
-            return bool(self._abandoned) or not self._paused
+        if self._queue and not self._paused:
+            return True
         # Whoever still uses a page may yet abandon a copy into it.
-        return bool(self._abandoned) or (self._state.closing and self._state.page_users == 0)
+        ending = self._state.closing and self._state.page_users == 0 and not self._queue
+        return bool(self._abandoned) or ending
+
+    def _try_to_land(self, task: WriteTask) -> None:
+        try:
+            self._land(task)
+        except BaseException as cause:  # the thread must outlive any failure and hand it to every waiter
+            with self._state.lock:
+                self._end(task, TaskState.FAILED)
+                self._current = None
+                self.drop_queue()
+                self._state.fail(cause)
 
     def _bind(self) -> None:
         if not self._bound:
             self._backend.bind_thread()
             self._bound = True
 
-    def _await_abandoned(self, abandoned: tuple[tuple[StagingSlot, Event], ...]) -> None:
+    def _free_abandoned(self, abandoned: tuple[tuple[StagingSlot, Event], ...], wait_s: float) -> None:
         """Free pages whose rows nobody wants any more, once the device has stopped writing into them."""
         for slot, copy_done in abandoned:
             try:
-                self._bind()
-                copy_done.synchronize(self._join_timeout_s)
-            except DeviceWaitTimeoutError:
-                logger.warning("a copy into staging slot %d is still running; the slot stays out of use", slot.index)
-                continue
-            except Exception as error:  # whatever became of the copy, it has ended, and the thread must go on
+                if not copy_done.query() and not (wait_s and self._await_copy(copy_done, wait_s)):
+                    continue
+            except DeviceCopyError as error:
                 logger.warning("a copy into staging slot %d that nobody waits for failed: %s", slot.index, error)
             with self._state.lock:
                 self._abandoned.remove((slot, copy_done))
                 self._staging.release(slot, TASK_HOLDER)
                 self._state.progress.notify_all()
+
+    def _await_copy(self, copy_done: Event, wait_s: float) -> bool:
+        try:
+            self._bind()
+            copy_done.synchronize(wait_s)
+        except DeviceCopyError:
+            raise
+        except Exception as error:  # whether the copy has ended cannot be told now, and the thread must go on
+            logger.debug("a copy that nobody waits for is still running: %s", error)
+            if not self._bound:
+                self._runtime.sleep(wait_s)
+            return False
+        return True
 
     def _land(self, task: WriteTask) -> None:
         self._bind()

@@ -7,7 +7,7 @@ import logging
 
 import torch
 
-from omni_core.backend import DeviceBackend
+from omni_core.backend import BackendError, DeviceBackend
 from omni_core.prefix_cache.block_pool import BlockMap, PrefixBlockPool
 from omni_core.prefix_cache.buffers import HostBufferPool
 from omni_core.prefix_cache.committer import Committer
@@ -84,7 +84,11 @@ class OmniPrefixCacheController:
         """
         ended = self.committer.join(timeout_s) and self.prefetcher.join(timeout_s) and pages_free
         if ended:
-            self._copy_stream.close()
+            try:
+                self._copy_stream.close()
+            except BackendError as error:
+                logger.error("the copy stream did not end, staging memory stays allocated: %s", error)
+                return False
             self.staging.close()
         else:
             logger.error("helper threads did not end within %s s; staging memory stays allocated", timeout_s)

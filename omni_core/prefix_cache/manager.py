@@ -163,6 +163,7 @@ class OmniPrefixCacheManager:
         *,
         num_tokens_unpadded: int,
         num_tokens_padded: int,
+        carry_owed: bool = True,
     ) -> int:
         """Keep a step's rows. Engine thread, after the forward; its tensors may be overwritten once this returns.
 
@@ -175,6 +176,8 @@ class OmniPrefixCacheManager:
                 one of the two counts has a row per token and is stored; anything else is passed on.
             num_tokens_unpadded: real rows of the step.
             num_tokens_padded: rows the graph ran at.
+            carry_owed: whether the step also carries rows of earlier steps that were not delivered; `False` for a step
+                the caller already knows it will discard.
 
         Returns:
             The step id, to be consumed exactly once.
@@ -212,7 +215,11 @@ class OmniPrefixCacheManager:
                         self._table.add_key(key, reserved.tables)
                     self._classifier.confirm(inputs)
                     step_id = self._intake.save_step(
-                        layout, record, slot, hidden_needed=self._policy.needs_full_hidden_states
+                        layout,
+                        record,
+                        slot,
+                        hidden_needed=self._policy.needs_full_hidden_states,
+                        carry_owed=carry_owed,
                     )
                     self._steps_saved += 1
                 elif problem is not None:
@@ -342,6 +349,8 @@ class OmniPrefixCacheManager:
                 writes_dropped = committer.drop_queue() if idle else 0
             finally:
                 committer.go_on()
+            if self._state.closing:
+                raise CacheClosedError("reset: the cache was closed meanwhile")
             if not idle:
                 raise JoinTimeoutError(
                     f"reset: the write under way did not end within join_timeout_s={self.config.join_timeout_s}; "
@@ -468,7 +477,11 @@ class OmniPrefixCacheManager:
     def _staging_holders(self) -> str:
         unread = ", ".join(self._steps.labels()) or "none"
         writes = ", ".join(map(str, self._controller.committer.open_tasks)) or "none"
-        return f"unread steps ({unread}) and writes ({writes})"
+        abandoned = self._controller.committer.abandoned_slots
+        copies = (
+            f", and by copies still running into slots {list(abandoned)}, whose rows nobody wants" if abandoned else ""
+        )
+        return f"unread steps ({unread}) and writes ({writes}){copies}"
 
     def _reserve_keys(self, inputs: StepInputs) -> dict[str, _ReservedKey]:
         """Room for keys that the step brings for the first time; nothing knows of it until the step is saved."""

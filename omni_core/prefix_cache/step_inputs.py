@@ -169,12 +169,12 @@ class OutputClassifier:
             raise LayoutMismatchError(
                 "hidden states are missing; pass them, or register a policy with needs_full_hidden_states=False"
             )
-        for key, value in flatten(outputs):
+        for key, value in flatten(outputs).items():
             if key == HIDDEN_KEY:
                 raise LayoutMismatchError(f"{HIDDEN_KEY!r} is the hidden states' own key; name the output differently")
-            per_token = isinstance(value, torch.Tensor) and value.dim() > 0 and value.numel() > 0
-            per_token = per_token and value.shape[0] in (num_tokens, num_tokens_padded)
-            kind = self._kind(key, value, per_token, num_tokens, num_reqs, decided)
+            rowed = isinstance(value, torch.Tensor) and value.dim() > 0 and value.numel() > 0
+            per_token = rowed and value.shape[0] in (num_tokens, num_tokens_padded)
+            kind = self._kind(key, rowed, per_token, num_tokens, num_reqs, decided)
             if kind is KeyKind.TOKEN and per_token:
                 rows = _real_rows(value, num_tokens)
                 self._check_spec(key, rows)
@@ -203,7 +203,7 @@ class OutputClassifier:
     def _kind(
         self,
         key: str,
-        value: Any,
+        rowed: bool,
         per_token: bool,
         num_tokens: int,
         num_reqs: int,
@@ -215,11 +215,10 @@ class OutputClassifier:
             return KeyKind.LEFTOVER
         else:
             kind = self._kinds.get(key)
-            rowed = isinstance(value, torch.Tensor) and value.dim() > 0 and value.numel() > 0
             if kind is None and rowed and num_tokens > 1 and num_tokens != num_reqs:
                 # With one token per request a row per token and an entry per request look alike.
                 kind = decided[key] = KeyKind.TOKEN if per_token else KeyKind.LEFTOVER
-        if kind is not None and (kind is KeyKind.TOKEN) is not per_token and num_tokens != num_reqs:
+        if kind is not None and rowed and (kind is KeyKind.TOKEN) is not per_token and num_tokens != num_reqs:
             self._report_contradiction(key, kind, num_tokens)
         return kind
 
@@ -266,12 +265,25 @@ def _real_rows(value: torch.Tensor, num_tokens: int) -> torch.Tensor:
     return value if value.shape[0] == num_tokens else value[:num_tokens]
 
 
-def flatten(outputs: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    """Nested mappings as one level, names joined with dots: `{"codes": {"audio": x}}` becomes `codes.audio`."""
-    flat: list[tuple[str, Any]] = []
-    for name, value in outputs.items():
-        if isinstance(value, Mapping):
-            flat.extend(flatten(value, f"{prefix}{name}."))
-        else:
-            flat.append((f"{prefix}{name}", value))
+def flatten(outputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested mappings as one level, names joined with dots: `{"codes": {"audio": x}}` becomes `codes.audio`.
+
+    Raises:
+        LayoutMismatchError: two outputs come to the same name.
+    """
+    flat: dict[str, Any] = {}
+    _flatten_into(flat, outputs, "")
     return flat
+
+
+def _flatten_into(flat: dict[str, Any], outputs: Mapping[str, Any], prefix: str) -> None:
+    for name, value in outputs.items():
+        full_name = f"{prefix}{name}"
+        if isinstance(value, Mapping):
+            _flatten_into(flat, value, f"{full_name}.")
+        elif full_name in flat:
+            raise LayoutMismatchError(
+                f"two outputs come to the name {full_name!r}: one nested, one with a dot; rename one"
+            )
+        else:
+            flat[full_name] = value

@@ -103,7 +103,9 @@ class StepIntake:
         self._started_reads = None
         return unused
 
-    def save_step(self, layout: StepLayout, record: StepRecord, slot: StagingSlot, *, hidden_needed: bool) -> int:
+    def save_step(
+        self, layout: StepLayout, record: StepRecord, slot: StagingSlot, *, hidden_needed: bool, carry_owed: bool
+    ) -> int:
         """Claim the step's writes, plan again what they touch, promise its rows."""
         reads = self._started_reads or []
         self._started_reads = None
@@ -137,7 +139,7 @@ class StepIntake:
         )
         slot.hold(context.holder)
         context.failed.update(self._refusals.unexpected(context.label, context.req_ids, rows, firsts))
-        due = self._requests.missing.due()
+        due = self._requests.missing.due() if carry_owed else []
         if due:
             self._plan_owed(context, due)
         if hidden_needed:

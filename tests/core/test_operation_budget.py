@@ -41,13 +41,13 @@ class Cost:
 # the code gets cheaper. Raising one is a decision, because it makes every step of every engine slower: say why in the
 # commit.
 NEW_STEP_STARTS = Cost(torch_ops=0, locks=1, python_calls=14, c_calls=3)
-SAVE_OUTPUTS = Cost(torch_ops=2, locks=3, python_calls=130, c_calls=58)
+SAVE_OUTPUTS = Cost(torch_ops=2, locks=3, python_calls=131, c_calls=58)
 # One request ends, another brings its whole prompt; the views of the staging page are new.
 NEW_STEP_STARTS_OF_A_PREFILL = Cost(torch_ops=0, locks=1, python_calls=25, c_calls=23)
-SAVE_OUTPUTS_OF_A_PREFILL = Cost(torch_ops=8, locks=3, python_calls=147, c_calls=93)
+SAVE_OUTPUTS_OF_A_PREFILL = Cost(torch_ops=8, locks=3, python_calls=148, c_calls=93)
 # One request ends, another hits stored rows and computes one.
 NEW_STEP_STARTS_WITH_A_HIT = Cost(torch_ops=0, locks=1, python_calls=46, c_calls=42)
-SAVE_OUTPUTS_WITH_A_HIT = Cost(torch_ops=2, locks=3, python_calls=139, c_calls=68)
+SAVE_OUTPUTS_WITH_A_HIT = Cost(torch_ops=2, locks=3, python_calls=140, c_calls=68)
 # On the consumer's thread. The rows of all requests are split by one operation per key; a request costs what describes
 # its rows.
 MATERIALIZE = Cost(torch_ops=12, locks=4, python_calls=74, c_calls=48)

@@ -7,12 +7,17 @@ a real device: they are written straight into the page, where a late copy of ano
 
 import pytest
 import torch
-from cache_rig import BRIEF_S, SHORT_S, new
+from cache_rig import BRIEF_S, SHORT_S, CacheRig, new
 from controlled_runtime import PATIENCE_S, ControlledRuntime
 from omni_core_cpu_sim import CpuSimBackend
 from row_values import assert_rows
 
-from omni_core.prefix_cache.errors import CacheFailedError, OmniPrefixCacheStagingTimeoutError, StepOrderError
+from omni_core.prefix_cache.errors import (
+    CacheClosedError,
+    CacheFailedError,
+    OmniPrefixCacheStagingTimeoutError,
+    StepOrderError,
+)
 
 CODES = {"codes": ((2,), torch.int64)}
 
@@ -96,6 +101,22 @@ def test_a_save_that_finds_the_cache_failed_leaves_its_page_to_the_copy(make_hos
         step = rig.step(new("B", [6]))
         assert_page_is_withheld_until_its_copy_ends(rig, rig.backend.copy_gate.release_copies)
     assert_right(rig, step, "B")
+
+
+def test_a_save_that_finds_the_cache_closed_keeps_its_page_mapped_until_the_copy_ends():
+    runtime = ControlledRuntime()
+    rig = CacheRig(runtime=runtime, backend=FloatsOnTheDevice(runtime), keys=CODES)
+    with rig.held(), rig.runtime.stop_at("save_outputs.recorded") as recorded:
+        rig.begin(new("A", [1]))
+        saver = rig.call("saver", rig.save)
+        recorded.wait_reached()
+        assert rig.call("closer", lambda: rig.cache.close(SHORT_S)).result() is False
+        recorded.open()
+        with pytest.raises(CacheClosedError):
+            saver.result()
+        assert rig.call("closer", lambda: rig.cache.close(SHORT_S)).result() is False
+        assert rig.backend.pinned_bytes > 0
+    rig.stop()
 
 
 def test_a_write_that_a_reset_drops_leaves_its_page_to_the_copy(make_host_rig):

@@ -39,6 +39,7 @@ class StepCache(Protocol):
         *,
         num_tokens_unpadded: int,
         num_tokens_padded: int,
+        carry_owed: bool = True,
     ) -> int:
         """After the forward; the step's id."""
         ...
@@ -123,6 +124,7 @@ class StepHooks:
             outputs,
             num_tokens_unpadded=scheduler_output.total_num_scheduled_tokens,
             num_tokens_padded=hidden_states.shape[0],
+            carry_owed=may_wait,
         )
         step = BuiltStep(step_id, arrays.req_ids, arrays.starts, arrays.positions, arrays.token_ids)
         if may_wait:
