@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs an example of the documentation on a real vLLM: `python engine_example.py EXAMPLE.py`, in an empty directory.
+"""Runs an example on a real vLLM: `python engine_example.py EXAMPLE.py [ITS ARGUMENTS]`, in an empty directory.
 
 Run by the tests in a process of its own, because importing vllm changes torch for the whole process.
 """
@@ -41,4 +41,5 @@ def save_model_that_reads_text(directory):
 if __name__ == "__main__":
     save_model_that_reads_text(MODEL)
     example = Path(sys.argv[1])
+    sys.argv = sys.argv[1:]
     exec(compile(example.read_text(encoding="utf-8"), str(example), "exec"), {"__name__": "__main__"})

@@ -50,6 +50,11 @@ ERROR_MODULES = (
 FENCE = re.compile(r"^( *)```([^\n`]*)\n(.*?)^\1```[ ]*$", re.MULTILINE | re.DOTALL)
 TITLE = re.compile(r'title="([^"]*)"')
 LINK = re.compile(r"(?<!\\)\[(?:[^\[\]]|\[[^\]]*\])*\]\(([^()\s]+)\)")
+MODEL = "path/to/a/model"
+EXAMPLE_LINE = re.compile(
+    r"request \S+ vLLM skipped (\d+) tokens and computed (\d+) rows; delivered \((\d+), \d+\), "
+    r"positions \[\(0, (\d+)\)\]"
+)
 HEADING = re.compile(r"^#{1,6} +(.*?) *$", re.MULTILINE)
 
 
@@ -120,6 +125,25 @@ def test_blocks_that_say_they_run_on_vllm_run(page, tmp_path):
     example = tmp_path / "example.py"
     code = [block.code for block in BLOCKS if block.page == page and block.title == ENGINE_TITLE]
     example.write_text("\n".join(code), encoding="utf-8")
+    told = run_on_vllm(example, in_directory=tmp_path)
+    whole = [line for line in told if line.endswith("True")]  # what an example prints of each request: `complete`, last
+    assert whole != [], told
+
+
+@pytest.mark.engine
+@pytest.mark.timeout(400)
+def test_the_example_program_delivers_every_row_of_every_prompt(tmp_path):
+    told = run_on_vllm(REPOSITORY / "examples" / "offline_llm.py", "--model", MODEL, in_directory=tmp_path)
+    lines = [EXAMPLE_LINE.fullmatch(line) for line in told if line.startswith("request ")]
+    assert len(lines) == 3, told
+    assert all(lines), told
+    for skipped, computed, delivered, stop in (map(int, line.groups()) for line in lines):
+        assert skipped + computed == delivered == stop
+    assert any(int(line[1]) for line in lines), "no prompt hit the prefix they share"
+
+
+def run_on_vllm(example, *arguments, in_directory):
+    """The lines an example prints, run on the tiny model that `engine_example.py` makes."""
     settings = {
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
@@ -127,8 +151,8 @@ def test_blocks_that_say_they_run_on_vllm_run(page, tmp_path):
         "VLLM_LOGGING_LEVEL": "ERROR",
     }
     run = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("engine_example.py")), str(example)],
-        cwd=tmp_path,
+        [sys.executable, str(Path(__file__).with_name("engine_example.py")), str(example), *arguments],
+        cwd=in_directory,
         env=os.environ | settings,
         capture_output=True,
         text=True,
@@ -136,9 +160,7 @@ def test_blocks_that_say_they_run_on_vllm_run(page, tmp_path):
         check=False,
     )
     assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-6000:]
-    told = run.stdout.splitlines()
-    whole = [line for line in told if line.endswith("True")]  # what an example prints of each request: `complete`, last
-    assert whole != [], told
+    return run.stdout.splitlines()
 
 
 # -- links ------------------------------------------------------------------------------------------------------------
