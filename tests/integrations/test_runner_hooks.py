@@ -218,6 +218,27 @@ def test_rows_put_off_while_the_sink_stalls_come_when_it_moves_again(stages, mon
     assert stage.stored("a-00000001").complete
 
 
+def test_a_request_of_which_no_row_was_delivered_is_reported_and_not_forgotten(stages, monkeypatch):
+    stage = stages(staging_depth=2, staging_claim_timeout_s=0.05)
+    gate, entered = threading.Event(), threading.Event()
+    accept = stage.session.sink.accept
+
+    def slow(delivery):
+        entered.set()
+        assert gate.wait(BOUND_S)
+        accept(delivery)
+
+    monkeypatch.setattr(stage.session.sink, "accept", slow)
+    stage.step(fake.scheduled(new=[("a-00000001", PROMPT, [1, 2, 3], 0, 6)]))
+    assert entered.wait(BOUND_S)
+    stage.step(fake.scheduled(new=[("b-00000002", PROMPT[:3], [4], 0, 3)], finished=["a-00000001"]))
+    gate.set()
+    stage.session.flush(BOUND_S)
+    report = stage.session.report()["delivery"]
+    assert report["requests_failed"] == 1
+    assert "given up" in report["failures"]["b-00000002"]
+
+
 def test_the_tap_sees_what_was_computed_with_and_without_the_cache(stages):
     stage = stages(tap=True)
     fed = drive_two_requests(stage)

@@ -357,6 +357,8 @@ class StageBuilder:
             return
         if end is RequestEnd.FAILED:
             self._fail(req_id, reason or "no reason given")
+        elif ledger.closed_by is None and not ledger.rows_delivered and ledger.missing(whole_prefix=self._whole_prefix):
+            self._fail(req_id, "no row of it was delivered: its steps were given up or could not be read")
         with self._lock:
             del self._ledgers[req_id]
             self._counters.requests_ended += 1
