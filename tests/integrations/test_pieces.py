@@ -44,3 +44,17 @@ def test_ranges_with_gaps_keep_their_gaps():
         (((5, 6),), {"codes": [5.0]}),
         (((6, 7),), {"h": [6.0], "codes": [6.0]}),
     ]
+
+
+def test_zeros_that_stand_in_for_rows_never_stored_are_not_handed_on():
+    rows = RequestRows(
+        "a",
+        ((0, 4),),
+        {"h": rows_at(0, 1, 2, 3), "codes": torch.tensor([[10.0], [0.0], [0.0], [13.0]])},
+        zero_ranges={"codes": ((1, 3),)},
+    )
+    assert seen(pieces_of(rows)) == [
+        (((0, 1),), {"h": [0.0], "codes": [10.0]}),
+        (((1, 3),), {"h": [1.0, 2.0]}),
+        (((3, 4),), {"h": [3.0], "codes": [13.0]}),
+    ]

@@ -17,15 +17,20 @@ from omni_core.prefix_cache.outputs import RequestRows, TokenRange
 def pieces_of(rows: RequestRows) -> list[RequestRows]:
     """The delivery in pieces, ascending and disjoint; one piece if every key covers `rows.ranges`. Copies no row.
 
-    Positions without any row are left out. Leftovers go with the last piece.
+    Positions without any row are left out. Rows that only stand in for ones never stored (`zero_ranges`) are not handed
+    on: to a sink they would look like the model's. Leftovers go with the last piece.
     """
-    if not any(covered != rows.ranges for covered in rows.key_ranges.values()):
+    if not rows.zero_ranges and not any(covered != rows.ranges for covered in rows.key_ranges.values()):
         return [rows]
-    every_range = [rows.ranges, *rows.key_ranges.values()]
+    every_range = [rows.ranges, *rows.key_ranges.values(), *rows.zero_ranges.values()]
     edges = sorted({edge for ranges in every_range for one in ranges for edge in one})
     cuts: list[tuple[TokenRange, dict[str, int]]] = []
     for start, stop in pairwise(edges):
-        offsets = {key: _offset(rows.ranges_of(key), start) for key in rows.rows}
+        offsets = {
+            key: _offset(rows.ranges_of(key), start)
+            for key in rows.rows
+            if _offset(rows.zero_ranges.get(key, ()), start) is None
+        }
         present = {key: offset for key, offset in offsets.items() if offset is not None}
         if present:
             cuts.append(((start, stop), present))
