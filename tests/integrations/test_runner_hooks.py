@@ -193,7 +193,8 @@ def test_an_error_of_the_cache_stops_the_step_where_that_is_wanted(stages, monke
         stage.step(fake.scheduled(new=[("a-00000001", PROMPT, [1, 2, 3], 0, 6)]))
 
 
-def test_rows_put_off_while_the_sink_stalls_come_when_it_moves_again(stages, monkeypatch):
+def stage_with_a_stalled_sink(stages, monkeypatch):
+    """A stage whose sink hangs in the first step of request a, and the event that lets it go on."""
     stage = stages(staging_depth=2, staging_claim_timeout_s=0.05)
     gate, entered = threading.Event(), threading.Event()
     accept = stage.session.sink.accept
@@ -206,6 +207,11 @@ def test_rows_put_off_while_the_sink_stalls_come_when_it_moves_again(stages, mon
     monkeypatch.setattr(stage.session.sink, "accept", slow)
     stage.step(fake.scheduled(new=[("a-00000001", PROMPT, [1, 2, 3], 0, 6)]))
     assert entered.wait(BOUND_S)
+    return stage, gate
+
+
+def test_rows_put_off_while_the_sink_stalls_come_when_it_moves_again(stages, monkeypatch):
+    stage, gate = stage_with_a_stalled_sink(stages, monkeypatch)
     stage.step(fake.scheduled(running=[("a-00000001", 6, 4, None)]), a_00000001=21)
     stage.step(fake.scheduled(running=[("a-00000001", 10, 1, None)]), a_00000001=22)
     gate.set()
@@ -219,18 +225,7 @@ def test_rows_put_off_while_the_sink_stalls_come_when_it_moves_again(stages, mon
 
 
 def test_a_request_of_which_no_row_was_delivered_is_reported_and_not_forgotten(stages, monkeypatch):
-    stage = stages(staging_depth=2, staging_claim_timeout_s=0.05)
-    gate, entered = threading.Event(), threading.Event()
-    accept = stage.session.sink.accept
-
-    def slow(delivery):
-        entered.set()
-        assert gate.wait(BOUND_S)
-        accept(delivery)
-
-    monkeypatch.setattr(stage.session.sink, "accept", slow)
-    stage.step(fake.scheduled(new=[("a-00000001", PROMPT, [1, 2, 3], 0, 6)]))
-    assert entered.wait(BOUND_S)
+    stage, gate = stage_with_a_stalled_sink(stages, monkeypatch)
     stage.step(fake.scheduled(new=[("b-00000002", PROMPT[:3], [4], 0, 3)], finished=["a-00000001"]))
     gate.set()
     stage.session.flush(BOUND_S)
