@@ -2,9 +2,9 @@
 """The builder thread: takes each step's rows out of the cache and feeds the sink while the next step runs.
 
 At most `max_open_steps` steps wait to be delivered. When there is no room the engine waits for it, at most
-`room_timeout_s`; after one wait in vain it gives steps up without waiting until the sink moves again. A step given up is
-not lost: the cache delivers its rows with a later step of the same requests, and what never comes is reported as missing
-or failed when the request ends. News of requests and steps given up are queued without a bound.
+`room_timeout_s`; after one wait in vain it gives steps up without waiting until the sink moves again. A step given up
+is not lost: the cache delivers its rows with a later step of the same requests, and what never comes is reported as
+missing or failed when the request ends. News of requests and steps given up are queued without a bound.
 """
 
 from __future__ import annotations
