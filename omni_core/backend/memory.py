@@ -60,9 +60,12 @@ class ByteCarver:
         """Bytes handed out since the last `restart`, alignment included."""
         return self._used_bytes
 
-    def restart(self) -> None:
-        """Start at the first byte again: later views share bytes with earlier ones, and equal ones are reused."""
-        self._used_bytes = 0
+    def restart(self, first_byte: int = 0) -> None:
+        """Start at `first_byte` again: later views share bytes with earlier ones, and equal ones are reused.
+
+        `first_byte` is a multiple of `CARVE_ALIGNMENT_BYTES`; what lies in front of it counts as handed out.
+        """
+        self._used_bytes = first_byte
         self._num_taken = 0
 
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

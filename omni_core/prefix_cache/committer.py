@@ -1,27 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one thread that writes the pool: lands claims in claim order, and sets aside old rows that a read still wants."""
+"""The one thread that writes the pool: lands claims in claim order."""
 
 from __future__ import annotations
 
-import logging
 from collections import deque
-from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
-import torch
-
-from omni_core.backend import DeviceBackend, DeviceCopyError, Event
-from omni_core.prefix_cache.block_pool import PrefixBlockPool
-from omni_core.prefix_cache.buffers import HostBufferPool
-from omni_core.prefix_cache.reads import SideRows, StepRead
+from omni_core.backend import Event
+from omni_core.prefix_cache.abandoned_copies import AbandonedCopies
+from omni_core.prefix_cache.deferred_copier import DeferredCopier
+from omni_core.prefix_cache.pool_writer import PoolWriter
 from omni_core.prefix_cache.slot_table import SlotTable
 from omni_core.prefix_cache.staging import StagingBufferPool, StagingSlot
 from omni_core.prefix_cache.state import CacheState
 from omni_core.prefix_cache.task import TaskState, WriteTask
 from omni_core.runtime import Runtime
-
-logger = logging.getLogger(__name__)
 
 TASK_HOLDER = "write"
 """The name under which a write task holds its staging slot."""
@@ -29,51 +21,38 @@ _ABANDONED_WAIT_S = 1.0
 """How long an idle committer waits at a time for a copy whose rows nobody wants."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Rescue:
-    """Entries of one read whose rows must be set aside before they are overwritten."""
-
-    read: StepRead
-    key: str
-    entries: npt.NDArray[np.int64]
-    ids: npt.NDArray[np.int64]
-    """The ids flagged: the engine may plan an entry again while the copy runs."""
-
-
 class Committer:
-    """Owns the physical state of the pool. `enqueue`, `drop_queue` and the properties need the state lock held."""
+    """Takes write tasks first in, first out. Everything but `join` needs the state lock held.
+
+    Two watermarks say what has landed. Immediate writes and block copies are queued in the order of their ids; deferred
+    records are queued when someone wants them, in the order of theirs. Of one key, a claim is never queued before an
+    older one: whoever queues an immediate write to a deferred key first queues the records in front of it.
+    """
 
     def __init__(
         self,
         state: CacheState,
         table: SlotTable,
-        pool: PrefixBlockPool,
+        writer: PoolWriter,
+        deferred: DeferredCopier,
         staging: StagingBufferPool,
-        buffers: HostBufferPool,
-        live_reads: list[StepRead],
-        backend: DeviceBackend,
+        abandoned: AbandonedCopies,
         runtime: Runtime,
         join_timeout_s: float,
     ) -> None:
         self._state = state
         self._table = table
-        self._pool = pool
+        self._writer = writer
+        self._deferred = deferred
         self._staging = staging
-        self._buffers = buffers
-        self._live_reads = live_reads
-        self._backend = backend
+        self._abandoned = abandoned
         self._runtime = runtime
         self._join_timeout_s = join_timeout_s
         self._queue: deque[WriteTask] = deque()
         self._current: WriteTask | None = None
         self._paused = False
-        self._bound = False
-        self._abandoned: list[tuple[StagingSlot, Event]] = []
-        self._last_row = np.zeros(table.num_slots, np.int32)
         self.landed_upto = 0
-        """Every write with an id up to this has landed."""
-        self.rows_rescued = 0
-        self.rows_written = 0
+        """Every immediate write and block copy with an id up to this has landed."""
         self._thread = runtime.spawn("omni-core-committer", self._run)
 
     @property
@@ -82,17 +61,21 @@ class Committer:
         return self._current is not None
 
     @property
-    def abandoned_slots(self) -> tuple[int, ...]:
-        """Staging slots kept out of use because a copy into them may still run."""
-        return tuple(slot.index for slot, _ in self._abandoned)
+    def rows_rescued(self) -> int:
+        """Rows set aside so far because a read still wanted them when they were overwritten."""
+        return self._writer.rows_rescued
 
     @property
     def open_tasks(self) -> tuple[WriteTask, ...]:
         """Writes that have not ended, oldest first."""
         return (*((self._current,) if self._current else ()), *self._queue)
 
+    def have_landed(self, write_id: int, record_id: int) -> bool:
+        """Whether immediate writes up to `write_id` and deferred records up to `record_id` are in the pool."""
+        return self.landed_upto >= write_id and self._deferred.landed_upto >= record_id
+
     def enqueue(self, task: WriteTask) -> None:
-        """Queue a claimed write. Claims are queued in the order of their ids."""
+        """Queue a claimed write. Immediate writes and block copies are queued in the order of their ids."""
         task.transition(TaskState.QUEUED)
         if task.staging_slot is not None:
             task.staging_slot.hold(TASK_HOLDER)
@@ -102,8 +85,7 @@ class Committer:
     def abandon(self, slot: StagingSlot, copy_done: Event) -> None:
         """Nobody wants the rows of this copy any more: keep its page out of use until the copy has ended."""
         slot.hold(TASK_HOLDER)
-        self._abandoned.append((slot, copy_done))
-        self._state.committer_work.notify_all()
+        self._abandoned.add(f"staging slot {slot.index}", copy_done, lambda: self._staging.release(slot, TASK_HOLDER))
 
     def pause(self) -> None:
         """Begin no further write until `go_on`; the one under way goes on."""
@@ -124,6 +106,7 @@ class Committer:
     def forgive(self) -> None:
         """After a failure: every id given out so far counts as landed; none of them can be planned any more."""
         self.landed_upto = self._table.last_id
+        self._deferred.landed_upto = self._table.last_id
 
     def join(self, timeout_s: float) -> bool:
         """Wait for the thread to end after `state.closing` was set. No lock held."""
@@ -139,20 +122,20 @@ class Committer:
                 if task is not None:
                     task.transition(TaskState.COPYING)
                     self._current = task
-                elif not self._abandoned:
+                elif not self._abandoned.places:
                     return
-                abandoned = tuple(self._abandoned)
+                any_abandoned = bool(self._abandoned.places)
             if task is not None:
                 self._try_to_land(task)
-            if abandoned:
-                self._free_abandoned(abandoned, wait_s=0.0 if task is not None else _ABANDONED_WAIT_S)
+            if any_abandoned:
+                self._abandoned.free(wait_s=0.0 if task is not None else _ABANDONED_WAIT_S)
 
     def _has_work(self) -> bool:
         if self._queue and not self._paused:
             return True
         # Whoever still uses a page may yet abandon a copy into it.
         ending = self._state.closing and self._state.page_users == 0 and not self._queue
-        return bool(self._abandoned) or ending
+        return bool(self._abandoned.places) or ending
 
     def _try_to_land(self, task: WriteTask) -> None:
         try:
@@ -164,132 +147,37 @@ class Committer:
                 self.drop_queue()
                 self._state.fail(cause)
 
-    def _bind(self) -> None:
-        if not self._bound:
-            self._backend.bind_thread()
-            self._bound = True
-
-    def _free_abandoned(self, abandoned: tuple[tuple[StagingSlot, Event], ...], wait_s: float) -> None:
-        """Free pages whose rows nobody wants any more, once the device has stopped writing into them."""
-        for slot, copy_done in abandoned:
-            try:
-                if not copy_done.query() and not (wait_s and self._await_copy(copy_done, wait_s)):
-                    continue
-            except DeviceCopyError as error:
-                logger.warning("a copy into staging slot %d that nobody waits for failed: %s", slot.index, error)
-            with self._state.lock:
-                self._abandoned.remove((slot, copy_done))
-                self._staging.release(slot, TASK_HOLDER)
-                self._state.progress.notify_all()
-
-    def _await_copy(self, copy_done: Event, wait_s: float) -> bool:
-        try:
-            self._bind()
-            copy_done.synchronize(wait_s)
-        except DeviceCopyError:
-            raise
-        except Exception as error:  # whether the copy has ended cannot be told now, and the thread must go on
-            logger.debug("a copy that nobody waits for is still running: %s", error)
-            if not self._bound:
-                self._runtime.sleep(wait_s)
-            return False
-        return True
-
     def _land(self, task: WriteTask) -> None:
-        self._bind()
+        self._abandoned.bind_thread()
+        if task.records:
+            self._deferred.land(task)
+        else:
+            self._land_at_once(task)
+        with self._state.lock:
+            if not task.records:
+                self.landed_upto = task.write_id
+            self._end(task, TaskState.WRITTEN)
+            self._current = None
+            self._state.progress.notify_all()
+
+    def _land_at_once(self, task: WriteTask) -> None:
         if task.copy_done is not None:
             task.copy_done.synchronize(self._join_timeout_s)
         with self._state.lock:
             task.transition(TaskState.HOST_READY)
             self._state.progress.notify_all()
         self._runtime.checkpoint("committer.host_ready")
-        if task.copy_slots:
-            for part in task.copy_slots:
-                spec = self._pool.spec(part.key)
-                shape = (len(part.source_slots), spec.row_words)
-                buffer = self._buffers.lease(shape, spec.word)
-                rows = buffer.view(shape, spec.word)
-                self._pool.gather(part.key, part.source_slots, rows)
-                self._overwrite(task, (part.key,), part.destination_slots, {part.key: rows})
-                self._buffers.give_back([buffer])
-        else:
-            order = self._last_rows(task.slots)
-            slots = task.slots if order is None else task.slots[order]
-            picked = None if order is None else torch.from_numpy(order)
-            rows_by_key = {}
-            for staged in task.staged:
-                words = staged.rows.reshape(len(task.slots), -1).view(self._pool.spec(staged.key).word)
-                rows_by_key[staged.key] = words if picked is None else words.index_select(0, picked)
-            if len(slots) and rows_by_key:
-                self._overwrite(task, tuple(rows_by_key), slots, rows_by_key)
-        with self._state.lock:
-            self.landed_upto = task.write_id
-            self._end(task, TaskState.WRITTEN)
-            self._current = None
-            self._state.progress.notify_all()
-
-    def _overwrite(
-        self, task: WriteTask, keys: tuple[str, ...], slots: npt.NDArray[np.int64], rows: dict[str, torch.Tensor]
-    ) -> None:
-        with self._state.lock:
-            rescues = self._flag_rescues(keys, slots)
-        sides = [self._set_aside(rescue) for rescue in rescues]
-        self._runtime.checkpoint("committer.set_aside")
-        with self._state.lock:
-            leftover_buffers = []
-            for rescue, side in zip(rescues, sides, strict=True):
-                if rescue.read.ended:
-                    leftover_buffers.append(side.buffer)
-                else:
-                    rescue.read.keys[rescue.key].publish(side)
-            self._table.stamp(keys, slots, task.write_id)
-            if rescues:
-                self._state.progress.notify_all()
-        self._buffers.give_back(leftover_buffers)
-        self._runtime.checkpoint("committer.write")
-        for key in keys:
-            self._pool.scatter(key, slots, rows[key])
-            self.rows_written += len(slots)
-        self._runtime.checkpoint("committer.written")
-
-    def _flag_rescues(self, keys: tuple[str, ...], slots: npt.NDArray[np.int64]) -> list[_Rescue]:
-        if not self._table.any_pinned(slots):
-            return []
-        rescues = []
-        for read in self._live_reads:
-            overwritten = self._table.members(read.slots, slots)
-            if not overwritten.any():
-                continue
-            for key in keys:
-                entries = read.keys.get(key)
-                if entries is None:
-                    continue
-                flagged = entries.flag_rescue(overwritten, self._table.stamps(key, read.slots))
-                if len(flagged):
-                    rescues.append(_Rescue(read, key, flagged, entries.ids[flagged]))
-        return rescues
-
-    def _set_aside(self, rescue: _Rescue) -> SideRows:
-        spec = self._pool.spec(rescue.key)
-        shape = (len(rescue.entries), spec.row_words)
-        buffer = self._buffers.lease(shape, spec.word)
-        rows = buffer.view(shape, spec.word)
-        self._pool.gather(rescue.key, rescue.read.slots[rescue.entries], rows)
-        self.rows_rescued += len(rescue.entries)
-        return SideRows(rescue.entries, rescue.ids, buffer, rows)
-
-    def _last_rows(self, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.int64] | None:
-        """Rows to write, in order: padding slots left out, of a slot named twice the later row; `None` means all."""
-        rows = np.arange(len(slots), dtype=np.int32)
-        stored = slots >= 0
-        self._last_row[slots[stored]] = rows[stored]
-        kept = stored & (self._last_row[slots] == rows)
-        return None if kept.all() else np.flatnonzero(kept)
+        for part in task.copy_slots:
+            self._writer.copy(task.write_id, part)
+        if task.staged:
+            self._writer.write(task.write_id, task.slots, {staged.key: staged.rows for staged in task.staged})
 
     def _end(self, task: WriteTask, to: TaskState) -> None:
         if task.done:
             return
         task.transition(to)
+        for record in task.records:
+            self._deferred.give_up(record)
         if task.staging_slot is None:
             return
         if to is TaskState.FAILED and task.copy_done is not None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 
 import torch
 
@@ -11,6 +12,16 @@ from omni_core.prefix_cache.errors import InvalidConfigError
 
 HIDDEN_KEY = "__hidden_states__"
 """The key of the stage's last hidden states."""
+
+
+class Delivery(Enum):
+    """When a row counts as delivered."""
+
+    ON_MATERIALIZE = "on_materialize"
+    """When `materialize` has returned it."""
+    TWO_PHASE = "two_phase"
+    """When the outputs were acknowledged. Rows released without it come again with a later step of their request, or
+    are reported missing if it has ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +49,19 @@ class PrefixCacheConfig:
     """Staging bytes per token beyond the hidden row, for further keys and leftovers."""
     extra_step_bytes: int = 1 << 20
     """Staging bytes per step beyond the rows, for values that do not grow with the tokens."""
+    device_staging_bytes: int = 64 << 20
+    """Device memory for the rows of deferred keys, allocated if the policy declares any; 0: they are never deferred."""
     staging_claim_timeout_s: float = 30.0
     """How long `save_outputs` waits for a staging slot."""
     join_timeout_s: float = 60.0
     """How long `materialize`, `flush` and the helper threads wait for a copy, a write or a read."""
     max_recycled_bytes: int = 512 << 20
     """Most bytes of released output buffers kept for reuse."""
+    delivery: Delivery = Delivery.ON_MATERIALIZE
+    """When a row counts as delivered: at once, or when the consumer acknowledges it."""
+    caches_per_host: int = 1
+    """Caches of this size on the host, for its memory check (vLLM: `data_parallel_size_local`; one rank of each
+    tensor- and pipeline-parallel group has a cache)."""
     max_partial_reports: int = 1024
     """Most ended requests kept for `take_partial_requests`; older ones are dropped first."""
 
@@ -53,11 +71,17 @@ class PrefixCacheConfig:
         Raises:
             InvalidConfigError: names the setting, its value and the rule.
         """
-        for name in ("num_blocks", "block_size", "hidden_size", "max_num_tokens", "staging_depth"):
+        for name in ("num_blocks", "block_size", "hidden_size", "max_num_tokens", "staging_depth", "caches_per_host"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise InvalidConfigError(f"{name}={value!r}: must be an integer of at least 1")
-        for name in ("extra_row_bytes", "extra_step_bytes", "max_recycled_bytes", "max_partial_reports"):
+        for name in (
+            "extra_row_bytes",
+            "extra_step_bytes",
+            "device_staging_bytes",
+            "max_recycled_bytes",
+            "max_partial_reports",
+        ):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 0:
                 raise InvalidConfigError(f"{name}={value!r}: must be an integer of at least 0")
@@ -65,6 +89,8 @@ class PrefixCacheConfig:
             value = getattr(self, name)
             if not isinstance(value, int | float) or not 0 < value < float("inf"):
                 raise InvalidConfigError(f"{name}={value!r}: must be a positive, finite number of seconds")
+        if not isinstance(self.delivery, Delivery):
+            raise InvalidConfigError(f"delivery={self.delivery!r}: must be a Delivery")
         if not isinstance(self.hidden_dtype, torch.dtype):
             raise InvalidConfigError(f"hidden_dtype={self.hidden_dtype!r}: must be a torch.dtype")
 

@@ -8,17 +8,24 @@ import logging
 import torch
 
 from omni_core.backend import BackendError, DeviceBackend
+from omni_core.backend.memory import CARVE_ALIGNMENT_BYTES
+from omni_core.prefix_cache.abandoned_copies import AbandonedCopies
 from omni_core.prefix_cache.block_pool import BlockMap, PrefixBlockPool
 from omni_core.prefix_cache.buffers import HostBufferPool
 from omni_core.prefix_cache.committer import Committer
 from omni_core.prefix_cache.config import PrefixCacheConfig
+from omni_core.prefix_cache.deferred_copier import DeferredCopier
+from omni_core.prefix_cache.deferred_memory import DeferredMemory
+from omni_core.prefix_cache.deferred_records import DeferredRecords
+from omni_core.prefix_cache.policy import ModelCachePolicy
+from omni_core.prefix_cache.pool_writer import PoolWriter
 from omni_core.prefix_cache.prefetcher import Prefetcher
 from omni_core.prefix_cache.reads import StepRead
 from omni_core.prefix_cache.slot_table import SlotTable
 from omni_core.prefix_cache.staging import StagingBufferPool, StagingSlot
 from omni_core.prefix_cache.state import CacheState
 from omni_core.prefix_cache.step_inputs import StepInputs
-from omni_core.prefix_cache.step_record import StepRecord, record_step
+from omni_core.prefix_cache.step_record import DeferredPlace, StepRecord, deferrable, record_nbytes, record_step
 from omni_core.runtime import Runtime
 
 logger = logging.getLogger(__name__)
@@ -45,35 +52,117 @@ class OmniPrefixCacheController:
         Raises:
             MemoryError: staging was refused; nothing is left behind.
         """
+        self._config = config
         self._backend = backend
+        self._state = state
+        self._device = device
         self.live_reads: list[StepRead] = []
         self.staging = StagingBufferPool(backend, config.staging_depth, config.staging_arena_bytes, device)
         self.pool = PrefixBlockPool(BlockMap(config.num_blocks, config.block_size))
         self.buffers = HostBufferPool(config.max_recycled_bytes, runtime)
         self._copy_stream = backend.new_stream("omni-core-copy")
-        self.committer = Committer(
+        self._runtime = runtime
+        self._memory: DeferredMemory | None = None
+        self._abandoned = AbandonedCopies(state, backend, runtime)
+        writer = PoolWriter(state, table, self.pool, self.buffers, self.live_reads, runtime)
+        self.copier = DeferredCopier(
             state,
-            table,
-            self.pool,
+            writer,
             self.staging,
-            self.buffers,
-            self.live_reads,
+            self._abandoned,
             backend,
+            self._copy_stream,
             runtime,
             config.join_timeout_s,
         )
+        self.committer = Committer(
+            state, table, writer, self.copier, self.staging, self._abandoned, runtime, config.join_timeout_s
+        )
+        self.deferred = DeferredRecords(self.committer, self.copier)
         self.prefetcher = Prefetcher(
             state, table, self.pool, self.buffers, self.committer, backend, runtime, config.join_timeout_s
         )
 
+    @property
+    def pinned_bytes(self) -> int:
+        """Host bytes really page-locked. No lock needed."""
+        return self.staging.pinned_bytes + (0 if self._memory is None else self._memory.pinned_bytes)
+
+    @property
+    def device_bytes(self) -> int:
+        """Device bytes held, used or not. No lock needed."""
+        return self.staging.device_bytes + (0 if self._memory is None else self._memory.device_bytes)
+
+    def allocate_deferred(self, policy: ModelCachePolicy) -> DeferredMemory | None:
+        """Allocate what the policy's deferred keys need, if anything. Slow; before the first step. No lock held.
+
+        Raises:
+            MemoryError: refused; nothing is left behind.
+        """
+        if not policy.deferred_keys or self._config.device_staging_bytes < CARVE_ALIGNMENT_BYTES:
+            return None
+        return DeferredMemory(self._config, policy, self._backend, self._device)
+
+    def defer(self, policy: ModelCachePolicy, memory: DeferredMemory | None) -> DeferredMemory | None:
+        """Use this memory for the policy's deferred keys. State lock held, before the first step.
+
+        Returns:
+            The memory used until now, to be closed.
+        """
+        unused, self._memory = self._memory, memory
+        self.deferred.defer(policy.deferred_keys, memory)
+        return unused
+
     def record(self, inputs: StepInputs, slot: StagingSlot) -> StepRecord:
         """Clone a step's tensors and start their copy to host. Engine thread, no lock held; never blocks."""
-        # Engines save under inference mode, whose tensors our threads may not write; or with gradients on.
-        with torch.inference_mode(False), torch.no_grad():
-            return record_step(inputs, self._backend, slot, self.staging.device_carver(slot), self._copy_stream)
+        place = None if self._memory is None else self._charge(self._memory, inputs)
+        try:
+            # Engines save under inference mode, whose tensors our threads may not write; or with gradients on.
+            with torch.inference_mode(False), torch.no_grad():
+                return record_step(
+                    inputs, self._backend, slot, self.staging.device_carver(slot), self._copy_stream, place
+                )
+        except BaseException:
+            if place is not None:
+                with self._state.lock:
+                    place.ring.give_back(place.ticket)
+            raise
+
+    def _charge(self, memory: DeferredMemory, inputs: StepInputs) -> DeferredPlace | None:
+        """Room on the device for a step's deferred rows; `None` if there are none, or not room for all of them."""
+        numbers = deferrable(inputs, self._backend)
+        if not numbers:
+            return None
+        nbytes = record_nbytes(inputs, numbers)
+        if nbytes > memory.max_record_bytes:
+            return None
+        with self._state.lock:
+            ticket = memory.ring.try_charge(nbytes)
+        if ticket is None:
+            return None
+        self._runtime.checkpoint("save_outputs.deferred_charged")
+        return DeferredPlace(memory.ring, ticket, numbers)
+
+    def drop(self, record: StepRecord, slot: StagingSlot) -> None:
+        """The step was recorded and cannot be saved: nobody wants its rows. State lock held."""
+        if record.copy_done is not None:
+            self.committer.abandon(slot, record.copy_done)
+        if record.deferred is not None:
+            self.copier.give_up(record.deferred)
+
+    def under_way(self) -> str:
+        """Writes and copies that have not ended, in words for errors. State lock held."""
+        words = [f"writes ({', '.join(map(str, self.committer.open_tasks)) or 'none'})"]
+        open_writes = self.deferred.open_writes()
+        if open_writes:
+            words.append(f"deferred writes on the device ({open_writes})")
+        places = self._abandoned.places
+        if places:
+            words.append(f"copies whose rows nobody wants, still running into {', '.join(places)}")
+        return ", ".join(words)
 
     def close(self, timeout_s: float, *, pages_free: bool) -> bool:
-        """End the threads after `state.closing` was set, then free staging. No lock held.
+        """End the threads after `state.closing` was set, then free staging and the deferred rows' ring. No lock held.
 
         Args:
             timeout_s: how long to wait for each thread.
@@ -90,6 +179,8 @@ class OmniPrefixCacheController:
                 logger.error("the copy stream did not end, staging memory stays allocated: %s", error)
                 return False
             self.staging.close()
+            if self._memory is not None:
+                self._memory.close()
         else:
             logger.error("helper threads did not end within %s s; staging memory stays allocated", timeout_s)
         return ended

@@ -25,7 +25,7 @@ _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 class BatchRun(NamedTuple):
-    """One request's rows in the step: batch index, rows `[first, last)` of the batch, first token position."""
+    """What a step delivers of a request's run: batch index, rows `[first, last)` of the batch, first token position."""
 
     in_batch: int
     req_id: str
@@ -35,13 +35,18 @@ class BatchRun(NamedTuple):
 
     @property
     def num_rows(self) -> int:
-        """Rows the step computed for the request."""
+        """Rows the step computed for the request and delivers."""
         return self.last - self.first
 
     @property
     def token_range(self) -> TokenRange:
-        """Positions the step computed for the request."""
+        """Positions the step computed for the request and delivers."""
         return (self.position, self.position + self.last - self.first)
+
+    @property
+    def ranges(self) -> tuple[TokenRange, ...]:
+        """The same as ranges: none if the step delivers no row it computed."""
+        return (self.token_range,) if self.last > self.first else ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +88,7 @@ def join_step(
             read = reads.get(run.req_id)
             shares = leftovers.get(run.req_id, _NOTHING)
             if read is None:
-                ranges = (run.token_range,)
+                ranges = ((run.position, run.position + run.last - run.first),) if run.last > run.first else ()
                 served[run.req_id] = RequestRows(run.req_id, ranges, next(rows), _NOTHING, _NOTHING, shares)
             else:
                 served[run.req_id] = joiner.joined(run, read, shares)
@@ -129,7 +134,8 @@ class _Joiner:
             copied.copy_(staged)
         else:
             for run, view in zip(runs, views, strict=True):
-                view.copy_(staged[run.first : run.last])
+                if run.num_rows:
+                    view.copy_(staged[run.first : run.last])
         return views
 
     def joined(self, run: BatchRun, read: StepRead, leftovers: Mapping[str, Any]) -> RequestRows:
@@ -142,7 +148,7 @@ class _Joiner:
             if key not in self._record.stored_keys:
                 part = staged.rows[run.first : run.last]
                 rows[key] = self._lease(tuple(part.shape), part.dtype).copy_(part)
-                key_ranges[key] = (run.token_range,)
+                key_ranges[key] = run.ranges
         for key, entries in read.keys.items():
             staged_rows = self._staged.get(key)
             absent = entries.ids[span.entries] == ABSENT
@@ -155,7 +161,7 @@ class _Joiner:
             if len(zeros):
                 zero_ranges[key] = ranges_of(zeros)
         if rows.keys().isdisjoint(read.keys):  # no key of the model is stored: nothing stands in front of the step
-            return RequestRows(run.req_id, (run.token_range,), rows, leftovers=leftovers)
+            return RequestRows(run.req_id, run.ranges, rows, leftovers=leftovers)
         positions = np.concatenate((span.positions, np.arange(*run.token_range, dtype=np.int64)))
         return RequestRows(run.req_id, ranges_of(positions), rows, key_ranges, zero_ranges, leftovers)
 

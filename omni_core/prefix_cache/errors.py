@@ -16,6 +16,10 @@ class InvalidConfigError(OmniPrefixCacheError, ValueError):
     """A setting has a value the cache cannot run with."""
 
 
+class HostMemoryError(OmniPrefixCacheError, MemoryError):
+    """The cache would take more host memory than this process may use."""
+
+
 class OmniPrefixCacheUnmatchError(OmniPrefixCacheError):
     """What the engine handed over does not match the KV state the cache mirrors. Never reported as a miss."""
 
@@ -61,6 +65,14 @@ class StepAlreadyDiscardedError(OmniPrefixCacheError):
 
 class RequestNotInStepError(OmniPrefixCacheError):
     """A request id asked of a step is not among the requests saved with it."""
+
+
+class DraftCountError(OmniPrefixCacheError, ValueError):
+    """A sampled count lies outside the request's rows of the step."""
+
+
+class DraftCountMissingError(OmniPrefixCacheError):
+    """A request of the step has draft tokens, and no sampled count says which rows are valid."""
 
 
 class UnknownKeyError(OmniPrefixCacheError, KeyError):
@@ -120,8 +132,12 @@ class RequestNotStartedError(RequestError):
     """A request is in a step but no STARTED event announced it (or `reset` forgot it)."""
 
 
-class LifecycleUnsupportedError(RequestError):
-    """The request was resumed, replaced or started again while live; this version does not serve it."""
+class LifecycleError(RequestError):
+    """The request's steps do not follow from each other, and no event says why."""
+
+
+class ContentReplacedError(RequestError):
+    """The request's content was replaced after the step was saved: its rows belong to a version that is gone."""
 
 
 class ReadFailedError(RequestError):

@@ -3,23 +3,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
-from omni_core.prefix_cache.errors import LifecycleUnsupportedError, RequestError, RequestEventError
+from omni_core.prefix_cache.errors import RequestError, RequestEventError
 from omni_core.prefix_cache.events import RequestEvent, RequestEventKind, StepEvents
-from omni_core.prefix_cache.slot_table import Slots, SlotTable
+from omni_core.prefix_cache.slot_table import Digests, Slots, SlotTable
+
+_DIGEST_BITS = (1 << 64) - 1
 
 
 @dataclass(frozen=True, slots=True)
-class StartedRequest:
-    """A request scheduled for the first time, with the slots of its prefix hit."""
+class EnteringRequest:
+    """A request that starts, comes back, or begins a new version of its content; its next run starts at its hit."""
 
+    kind: RequestEventKind
     req_id: str
+    block_ids: tuple[int, ...]
     hit_slots: Slots
-    """`(num_computed_tokens,)`."""
+    """`(num_computed_tokens,)`: where the rows of its hit lie."""
+    hit_digests: Digests
+    """For each block of the hit, the digest the request expects there; 0 where it names none."""
     num_scheduled_tokens: int
+    num_known_tokens: int
+
+    @property
+    def hit(self) -> int:
+        """Tokens whose KV the engine has."""
+        return len(self.hit_slots)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +43,21 @@ class EventDigest:
     ended: tuple[str, ...]
     fresh_blocks: Slots
     """Blocks that enter a request's table outside its hit span, copy destinations left out: new tenancies."""
+    known_blocks: Slots
+    known_digests: Digests
+    """Blocks whose digest the events tell, and the digests."""
+    private_blocks: tuple[tuple[str, int, int], ...]
+    """(request, block, digest): blocks that a replaced request keeps in part."""
     copies: tuple[tuple[int, int, int], ...]
     """(source block, destination block, rows from the block's start), in order."""
-    started: tuple[StartedRequest, ...]
+    extended: tuple[tuple[str, tuple[int, ...]], ...]
+    entering: tuple[EnteringRequest, ...]
     refused: tuple[RequestError, ...]
-    """Requests this version does not serve, with the reason."""
+    """Requests whose event contradicts itself."""
+
+
+_NO_BLOCKS: Slots = np.zeros(0, np.int64)
+_NO_NEWS = EventDigest((), _NO_BLOCKS, _NO_BLOCKS, np.zeros(0, np.uint64), (), (), (), (), ())
 
 
 def digest_events(events: StepEvents, table: SlotTable) -> EventDigest:
@@ -42,35 +66,58 @@ def digest_events(events: StepEvents, table: SlotTable) -> EventDigest:
     Raises:
         SlotOutOfRangeError: a block id lies outside the KV cache.
     """
+    if not (events.requests or events.block_copies or events.filled_blocks):
+        return _NO_NEWS
     ended: list[str] = []
+    extended: list[tuple[str, tuple[int, ...]]] = []
+    entering: dict[str, RequestEvent] = {}
+    refused: dict[str, RequestError] = {}
     fresh: list[int] = []
     named: list[int] = []
-    refused: list[RequestError] = []
+    known = {filled.block_id: filled.digest for filled in events.filled_blocks}
     for event in events.requests:
         named.extend(event.block_ids)
         if event.kind in (RequestEventKind.FINISHED, RequestEventKind.ABORTED):
             ended.append(event.req_id)
-        elif event.kind is RequestEventKind.EXTENDED:
-            fresh.extend(event.block_ids)
-        else:
-            hit_blocks = max(0, -(-event.num_computed_tokens // table.block_size))
-            fresh.extend(event.block_ids[hit_blocks:])
-            error = _refusal(event, hit_blocks, table.block_size)
-            if error is not None:
-                refused.append(error)
+            continue
+        kept = 0 if event.kind is RequestEventKind.EXTENDED else _blocks_of(event.num_computed_tokens, table.block_size)
+        fresh.extend(event.block_ids[kept:])
+        error = _contradiction(event, kept, table.block_size)
+        if error is not None:
+            refused[event.req_id] = error
+            continue
+        if event.block_digests:
+            known.update(zip(event.block_ids[kept:], event.block_digests[kept:], strict=True))
+        if event.kind is RequestEventKind.EXTENDED:
+            extended.append((event.req_id, event.block_ids))
+        elif not _enter(event, entering):
+            refused[event.req_id] = RequestEventError(event.req_id, "entered twice in one step; announce it once")
     for copy in events.block_copies:
         named.extend((copy.source_block_id, copy.destination_block_id))
-    table.check_blocks(np.array(named, np.int64), "new_step_starts")
-    refused_ids = {error.req_id for error in refused}
-    started = tuple(
-        _started(event, table.block_size)
-        for event in events.requests
-        if event.kind is RequestEventKind.STARTED and event.req_id not in refused_ids
-    )
+    table.check_blocks(np.array([*named, *known], np.int64), "new_step_starts")
     copies = _copies(events, table.block_size)
     copied_onto = {destination for _, destination, _ in copies}
-    fresh_blocks = np.array([block for block in fresh if block not in copied_onto], np.int64)
-    return EventDigest(tuple(ended), fresh_blocks, copies, started, tuple(refused))
+    whole = [event for event in entering.values() if event.req_id not in refused]
+    return EventDigest(
+        tuple(ended),
+        np.array([block for block in fresh if block not in copied_onto], np.int64),
+        np.array(list(known), np.int64),
+        _digests(known.values()),
+        tuple(block for event in whole if (block := _private_block(event, table.block_size)) is not None),
+        copies,
+        tuple(extended),
+        tuple(_entering(event, table.block_size) for event in whole),
+        tuple(refused.values()),
+    )
+
+
+def _enter(event: RequestEvent, entering: dict[str, RequestEvent]) -> bool:
+    """Note the event; of an id with replacements only the last of these counts. Returns whether that makes sense."""
+    earlier = entering.get(event.req_id)
+    replaced = earlier is not None and earlier.kind is RequestEventKind.REPLACED
+    if earlier is None or event.kind is RequestEventKind.REPLACED:
+        entering[event.req_id] = event
+    return earlier is None or replaced or event.kind is RequestEventKind.REPLACED
 
 
 def _copies(events: StepEvents, block_size: int) -> tuple[tuple[int, int, int], ...]:
@@ -92,26 +139,60 @@ def _copies(events: StepEvents, block_size: int) -> tuple[tuple[int, int, int], 
     )
 
 
-def _refusal(event: RequestEvent, hit_blocks: int, block_size: int) -> RequestError | None:
-    if event.kind is not RequestEventKind.STARTED:
-        blocks = f"{len(event.block_ids)} blocks" if event.block_ids else "no block list"
-        return LifecycleUnsupportedError(
-            event.req_id,
-            f"{event.kind.value} with {blocks} and {event.num_computed_tokens} computed tokens; this version "
-            f"serves no {event.kind.value} request: size the KV cache so that none is preempted, or run it again",
-        )
-    if event.num_computed_tokens < 0 or event.num_scheduled_tokens < 0 or hit_blocks > len(event.block_ids):
+def _contradiction(event: RequestEvent, kept_blocks: int, block_size: int) -> RequestError | None:
+    count = len(event.block_ids)
+    if event.kind is RequestEventKind.RESUMED and not count:
         return RequestEventError(
             event.req_id,
-            f"started with num_computed_tokens={event.num_computed_tokens} and num_scheduled_tokens="
-            f"{event.num_scheduled_tokens}: neither may be negative, and the first needs {hit_blocks} blocks of "
-            f"block_size={block_size}, but its table names {len(event.block_ids)}",
+            f"resumed with {event.num_computed_tokens} computed tokens and no block list: where its rows lie cannot be "
+            "told; announce its whole new block table",
+        )
+    if event.num_computed_tokens < 0 or event.num_scheduled_tokens < 0 or kept_blocks > count:
+        return RequestEventError(
+            event.req_id,
+            f"{event.kind.value} with num_computed_tokens={event.num_computed_tokens} and num_scheduled_tokens="
+            f"{event.num_scheduled_tokens}: neither may be negative, and the first needs {kept_blocks} blocks of "
+            f"block_size={block_size}, but its table names {count}",
+        )
+    if event.block_digests and len(event.block_digests) != count:
+        return RequestEventError(
+            event.req_id, f"{event.kind.value} with {count} blocks and {len(event.block_digests)} block_digests"
         )
     return None
 
 
-def _started(event: RequestEvent, block_size: int) -> StartedRequest:
+def _private_block(event: RequestEvent, block_size: int) -> tuple[str, int, int] | None:
+    """The block that a replaced request keeps in part, with the digest it will have.
+
+    Its hash may stay published for what the request held before (faults.md, row 66).
+    """
+    kept, rest = divmod(event.num_computed_tokens, block_size)
+    if event.kind is not RequestEventKind.REPLACED or not rest:
+        return None
+    digest = event.block_digests[kept] & _DIGEST_BITS if event.block_digests else 0
+    return event.req_id, event.block_ids[kept], digest
+
+
+def _entering(event: RequestEvent, block_size: int) -> EnteringRequest:
     positions = np.arange(event.num_computed_tokens, dtype=np.int64)
     blocks = np.array(event.block_ids, np.int64)
     slots = blocks[positions // block_size] * block_size + positions % block_size if len(positions) else positions
-    return StartedRequest(event.req_id, slots, event.num_scheduled_tokens)
+    kept = _blocks_of(event.num_computed_tokens, block_size)
+    digests = event.block_digests[:kept] or (0,) * kept
+    return EnteringRequest(
+        event.kind,
+        event.req_id,
+        event.block_ids,
+        slots,
+        _digests(digests),
+        event.num_scheduled_tokens,
+        event.num_known_tokens,
+    )
+
+
+def _digests(values: Iterable[int]) -> npt.NDArray[np.uint64]:
+    return np.array([value & _DIGEST_BITS for value in values], np.uint64)
+
+
+def _blocks_of(num_tokens: int, block_size: int) -> int:
+    return max(0, -(-num_tokens // block_size))

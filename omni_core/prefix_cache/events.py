@@ -14,13 +14,15 @@ class RequestEventKind(Enum):
     """What happened to a request since the last step."""
 
     STARTED = "started"
-    """Scheduled for the first time; `block_ids` is its whole table, `num_computed_tokens` its prefix hit."""
+    """Scheduled as new; `block_ids` is its whole table, `num_computed_tokens` its prefix hit. For an id that is live it
+    means the same as RESUMED: vLLM's V2 runner announces resumed requests, and async-chunk continuations, this way."""
     EXTENDED = "extended"
     """Got further blocks; `block_ids` are those appended."""
     RESUMED = "resumed"
-    """Came back after a preemption; `block_ids` is its whole new table. Not served by this version."""
+    """Came back after a preemption; `block_ids` is its whole new table, `num_computed_tokens` its fresh hit."""
     REPLACED = "replaced"
-    """Its content changed. Not served by this version."""
+    """Its content changed: a new version begins. `block_ids` is its whole table, `num_computed_tokens` the tokens whose
+    KV stays. What was promised of the old version is dropped."""
     FINISHED = "finished"
     """Ended; its blocks may already belong to another request."""
     ABORTED = "aborted"
@@ -36,9 +38,15 @@ class RequestEvent:
     block_ids: tuple[int, ...] = ()
     """Block ids in the table's order; see the kind."""
     num_computed_tokens: int = 0
-    """Tokens the engine skips because their KV is cached (STARTED)."""
+    """Tokens the engine skips because their KV is cached (STARTED, RESUMED, REPLACED): the next run starts there."""
     num_scheduled_tokens: int = 0
-    """Rows this step will bring for the request (STARTED). Sizes the output buffer; 0 if unknown."""
+    """Rows this step will bring for the request (with `num_computed_tokens`). Sizes the output buffer; 0 if unknown."""
+    num_known_tokens: int = 0
+    """Prompt tokens and accepted output tokens of a resumed request; 0 if unknown. Needed only if its latest step had
+    draft tokens: it says which of them were accepted."""
+    block_digests: tuple[int, ...] = ()
+    """For each block of `block_ids`, a 64-bit number that stands for the token prefix up to its end, 0 where it is not
+    known or the block is not full; empty if none is known. A hit on a block with another digest finds no rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +58,21 @@ class BlockCopy:
 
 
 @dataclass(frozen=True, slots=True)
+class FilledBlock:
+    """A block of a live request has become full, or will in this step: now its digest is known."""
+
+    block_id: int
+    digest: int
+    """As in `RequestEvent.block_digests`; not 0."""
+
+
+@dataclass(frozen=True, slots=True)
 class StepEvents:
     """All news of one step. The order of `requests` does not matter; `block_copies` are applied in order."""
 
     requests: tuple[RequestEvent, ...] = ()
     block_copies: tuple[BlockCopy, ...] = ()
+    filled_blocks: tuple[FilledBlock, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,3 +90,5 @@ class StepLayout:
     """`(num_tokens,)`: the token position of each row in its request."""
     slots: npt.NDArray[np.int64]
     """`(num_tokens,)`: the flat KV slot of each row, `block * block_size + offset`; -1 is not stored."""
+    num_draft_tokens: npt.NDArray[np.int64] | None = None
+    """`(num_reqs,)`: rows at the end of each run that were computed for draft tokens; `None`: no request has any."""

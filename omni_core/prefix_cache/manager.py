@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 
 from omni_core.backend import DeviceBackend
+from omni_core.prefix_cache.acknowledgement import UnacknowledgedRows
 from omni_core.prefix_cache.block_pool import RowSpec
 from omni_core.prefix_cache.buffers import HostBuffer
 from omni_core.prefix_cache.config import PrefixCacheConfig
@@ -21,7 +22,6 @@ from omni_core.prefix_cache.delivery import Joined, join_step
 from omni_core.prefix_cache.errors import (
     CacheClosedError,
     CacheFailedError,
-    FeatureUnsupportedError,
     JoinTimeoutError,
     OmniPrefixCacheError,
     OmniPrefixCacheStagingTimeoutError,
@@ -32,6 +32,7 @@ from omni_core.prefix_cache.errors import (
 )
 from omni_core.prefix_cache.event_digest import digest_events
 from omni_core.prefix_cache.events import StepEvents, StepLayout
+from omni_core.prefix_cache.host_memory import check_host_memory, host_limit
 from omni_core.prefix_cache.outputs import PartialRequest, StageCacheOutputs
 from omni_core.prefix_cache.planner import ReadPlanner
 from omni_core.prefix_cache.policy import ModelCachePolicy
@@ -39,7 +40,7 @@ from omni_core.prefix_cache.reads import StepRead
 from omni_core.prefix_cache.refusals import RequestRefusals
 from omni_core.prefix_cache.requests import RequestTable
 from omni_core.prefix_cache.settlement import StepSettlement
-from omni_core.prefix_cache.slot_table import SlotTable
+from omni_core.prefix_cache.slot_table import ABSENT, SlotTable
 from omni_core.prefix_cache.staging import StagingSlot
 from omni_core.prefix_cache.state import CacheState
 from omni_core.prefix_cache.stats import CacheStats, ResetReport
@@ -47,7 +48,6 @@ from omni_core.prefix_cache.step_context import OpenSteps, StepContext, StepEnd
 from omni_core.prefix_cache.step_inputs import OutputClassifier, StepInputs, check_layout
 from omni_core.prefix_cache.step_intake import StepIntake
 from omni_core.prefix_cache.step_record import StepRecord, check_devices, step_nbytes
-from omni_core.prefix_cache.task import WriteSchedule
 from omni_core.runtime import Runtime
 
 _CLAIM_HOLDER = "save_outputs"
@@ -89,24 +89,43 @@ class OmniPrefixCacheManager:
             device: where the step's tensors lie.
 
         Raises:
+            HostMemoryError: staging does not fit the memory this process may use.
             MemoryError: staging was refused by the device.
         """
+        check_host_memory(config, host_limit())
         self.config = config
         self._backend = backend
         self._layout_source = layout_source
         self._runtime = runtime
         self._state = CacheState(runtime)
         self._table = SlotTable(config.num_blocks, config.block_size)
-        self._requests = RequestTable(config.max_partial_reports)
+        self._requests = RequestTable(config.block_size, config.max_partial_reports)
         self._controller = OmniPrefixCacheController(config, backend, self._state, self._table, runtime, device)
         self._refusals = RequestRefusals(self._requests)
         self._steps = OpenSteps()
-        planner = ReadPlanner(self._state, self._table, self._controller.prefetcher, self._controller.live_reads)
+        planner = ReadPlanner(
+            self._state,
+            self._table,
+            self._controller.prefetcher,
+            self._controller.deferred,
+            self._controller.live_reads,
+        )
         self._intake = StepIntake(
-            self._table, self._requests, self._refusals, planner, self._controller.committer, self._steps
+            self._table,
+            self._requests,
+            self._refusals,
+            planner,
+            self._controller.committer,
+            self._controller.deferred,
+            self._steps,
         )
         self._settlement = StepSettlement(
-            self._state, self._requests, planner, self._controller.staging, self._controller.buffers
+            self._state,
+            self._requests,
+            planner,
+            self._controller.staging,
+            self._controller.buffers,
+            config.delivery,
         )
         self._policy = ModelCachePolicy()
         self._classifier = OutputClassifier(config, self._policy)
@@ -116,22 +135,27 @@ class OmniPrefixCacheManager:
         self._steps_saved = self._steps_materialized = self._steps_discarded = 0
 
     def register_policy(self, policy: ModelCachePolicy) -> None:
-        """Take the model's declaration. Once, before the first step.
+        """Take the model's declaration. Engine thread, at load, before the first step.
+
+        Slow if it declares deferred keys: allocates `device_staging_bytes` on the device, and two pinned buffers.
 
         Raises:
-            FeatureUnsupportedError: the policy declares deferred keys.
             StepOrderError: a step has already started.
+            CacheClosedError: the cache is closed.
+            MemoryError: the device or the host refused; nothing was changed.
         """
-        if policy.deferred_keys:
-            raise FeatureUnsupportedError(
-                f"deferred_keys={sorted(policy.deferred_keys)}: {WriteSchedule.JOIN_ON_FINISH.name} writes are not "
-                "supported by this version; declare them in token_keys, or leave them undeclared"
-            )
         with self._state.lock:
             if self._intake.any_step_started:
                 raise StepOrderError("register_policy was called after the first step; register it at load")
+            if self._state.closing:
+                raise CacheClosedError("register_policy: the cache is closed")
+        memory = self._controller.allocate_deferred(policy)
+        with self._state.lock:
+            unused = self._controller.defer(policy, memory)
             self._policy = policy
             self._classifier = OutputClassifier(self.config, policy)
+        if unused is not None:
+            unused.close()
 
     # -- engine thread ------------------------------------------------------------------------------------------------
 
@@ -224,8 +248,8 @@ class OmniPrefixCacheManager:
                     self._steps_saved += 1
                 elif problem is not None:
                     unused.extend(self._intake.end_unsaved_step())
-                if record is not None and problem is not None and record.copy_done is not None:
-                    self._controller.committer.abandon(slot, record.copy_done)
+                if record is not None and problem is not None:
+                    self._controller.drop(record, slot)
                 self._controller.staging.release(slot, _CLAIM_HOLDER)
                 self._state.leave_pages()
             self._controller.buffers.give_back(unused)
@@ -246,29 +270,27 @@ class OmniPrefixCacheManager:
         Args:
             step_id: from `save_outputs`.
             req_ids: requests of the step to deliver.
-            sampled_counts: accepted tokens of requests with drafts; not supported by this version.
+            sampled_counts: for every request of the step that has drafts, how many rows at the start of its run are of
+                accepted tokens: `len(sampled_token_ids)`. Other requests are never clipped.
 
         Returns:
             Rows of every request that could be served; the others with their error in `failed`.
 
         Raises:
             UnknownStepError, StepAlreadyMaterializedError, StepAlreadyDiscardedError: misuse; nothing was changed.
-            RequestNotInStepError, FeatureUnsupportedError: the same.
+            RequestNotInStepError, DraftCountMissingError, DraftCountError: the same.
             JoinTimeoutError: the step's copy did not complete in time. The step is consumed, its rows stay owed.
             CacheFailedError, CacheClosedError: see `CacheState.problem`. The step is consumed.
         """
-        if sampled_counts is not None:
-            raise FeatureUnsupportedError(
-                f"step {step_id}: sampled_counts was given, but draft tokens are not supported by this version"
-            )
         asked = tuple(dict.fromkeys(req_ids))
         what = f"materialize of step {step_id}"
         context: StepContext | None = None
         joined = Joined({}, [])
         kept: list[HostBuffer] = []
+        unacknowledged: UnacknowledgedRows | None = None
         try:
             with self._state.lock:
-                context = self._consume(step_id, StepEnd.MATERIALIZED, asked, what)
+                context = self._consume(step_id, StepEnd.MATERIALIZED, asked, sampled_counts, what)
                 problem = self._await_step(context, what)
                 failed = dict(context.failed)
                 for read in context.reads:
@@ -276,6 +298,7 @@ class OmniPrefixCacheManager:
                         failed.update(self._read_failures(context, read))
             if problem is None:
                 joined = self._join(context, [req_id for req_id in asked if req_id not in failed])
+                unacknowledged = self._settlement.hand_over(context, joined)
         finally:
             if context is not None:
                 kept = self._settlement.settle(context, joined)
@@ -284,28 +307,43 @@ class OmniPrefixCacheManager:
         buffers = joined.buffers + kept
         give_back = self._controller.buffers.give_back
         shown = {req_id: failed[req_id] for req_id in asked if req_id in failed}
-        return StageCacheOutputs(step_id, joined.served, shown, lambda: give_back(buffers))
+        if unacknowledged is None:
+            return StageCacheOutputs(step_id, joined.served, shown, lambda: give_back(buffers))
+        give_up = unacknowledged.give_up
 
-    def discard_step(self, step_id: int) -> None:
+        def release() -> None:
+            give_up()
+            give_back(buffers)
+
+        return StageCacheOutputs(step_id, joined.served, shown, release, unacknowledged.acknowledge)
+
+    def discard_step(self, step_id: int, sampled_counts: Mapping[str, int] | None = None) -> None:
         """Give a step's rows up and consume the step. Its rows are still stored, and owed to their requests.
+
+        Args:
+            step_id: from `save_outputs`.
+            sampled_counts: as for `materialize`; needed only if the step has drafts.
 
         Raises:
             UnknownStepError, StepAlreadyMaterializedError, StepAlreadyDiscardedError: misuse; nothing was changed.
+            DraftCountMissingError, DraftCountError: the same.
             CacheFailedError, CacheClosedError: see `CacheState.problem`. The step is consumed.
         """
         what = f"discard of step {step_id}"
         with self._state.lock:
-            context = self._consume(step_id, StepEnd.DISCARDED, (), what)
+            context = self._consume(step_id, StepEnd.DISCARDED, (), sampled_counts, what)
             problem = self._state.problem(what)
         self._settlement.settle(context, Joined({}, []))
         if problem is not None:
             raise problem
 
     def flush(self, timeout_s: float | None = None) -> None:
-        """Wait until every write queued before the call is in the pool, at most `timeout_s` (`join_timeout_s`).
+        """Wait until every row saved before the call is in the pool, at most `timeout_s` (`join_timeout_s`).
+
+        Deferred rows leave the device for it.
 
         Raises:
-            JoinTimeoutError: names the writes still under way.
+            JoinTimeoutError: names the open steps and the writes still under way.
             CacheFailedError, CacheClosedError: see `CacheState.problem`.
         """
         limit_s = self.config.join_timeout_s if timeout_s is None else timeout_s
@@ -313,15 +351,16 @@ class OmniPrefixCacheManager:
         with self._state.lock:
             target = self._table.last_write_id
             epoch = self._state.epoch
-            landed = self._state.wait(lambda: committer.landed_upto >= target, limit_s)
-            under_way = ", ".join(map(str, committer.open_tasks))
+            record = self._controller.deferred.force_all("flush") if self._state.usable else ABSENT
+            landed = self._state.wait(lambda: committer.have_landed(target, record), limit_s)
+            under_way = self._under_way()
             problem = self._state.problem("flush")
             if problem is None and self._state.epoch != epoch:
                 problem = CacheFailedError("flush: the cache was reset meanwhile; the writes it waited for are gone")
         if problem is not None:
             raise problem
         if not landed:
-            raise JoinTimeoutError(f"flush: writes did not land within {limit_s} s: {under_way}")
+            raise JoinTimeoutError(f"flush: writes did not land within {limit_s} s; open: {under_way}")
 
     def take_partial_requests(self) -> tuple[PartialRequest, ...]:
         """Ended requests with rows that were promised and never delivered, once each."""
@@ -347,6 +386,8 @@ class OmniPrefixCacheManager:
             try:
                 idle = self._state.progress.wait_for(lambda: not committer.writing, self.config.join_timeout_s)
                 writes_dropped = committer.drop_queue() if idle else 0
+                if idle:
+                    self._controller.deferred.drop_open()
             finally:
                 committer.go_on()
             if self._state.closing:
@@ -379,14 +420,14 @@ class OmniPrefixCacheManager:
     def stats(self) -> CacheStats:
         """Counters and held resources at this moment."""
         controller = self._controller
-        pinned_bytes, device_bytes = controller.staging.pinned_bytes, controller.staging.device_bytes
+        pinned_bytes, device_bytes = controller.pinned_bytes, controller.device_bytes
         with self._state.lock:
             return CacheStats(
                 steps_saved=self._steps_saved,
                 steps_materialized=self._steps_materialized,
                 steps_discarded=self._steps_discarded,
-                rows_delivered=self._settlement.rows_delivered,
-                rows_from_hits=self._settlement.rows_from_hits,
+                rows_delivered=self._settlement.counts.rows,
+                rows_from_hits=self._settlement.counts.rows_from_hits,
                 rows_rescued=controller.committer.rows_rescued,
                 requests_failed=self._refusals.count,
                 open_steps=len(self._steps),
@@ -396,6 +437,10 @@ class OmniPrefixCacheManager:
                 queued_writes=len(controller.committer.open_tasks),
                 staging_slots_in_use=len(controller.staging.in_use),
                 key_row_bytes={key: spec.row_bytes for key, spec in controller.pool.specs.items()},
+                deferred_records=controller.deferred.num_charged,
+                deferred_bytes=controller.deferred.charged_bytes,
+                deferred_writes_open=controller.deferred.writes_open,
+                deferred_copies=controller.copier.copies_made,
                 pool_reserved_bytes=controller.pool.reserved_bytes,
                 pinned_bytes=pinned_bytes,
                 device_bytes=device_bytes,
@@ -418,6 +463,7 @@ class OmniPrefixCacheManager:
                 return True
             self._state.closing = True
             self._intake.end_unsaved_step()
+            self._controller.deferred.drop_open()
             for context in self._steps.consume_all():
                 self._settlement.end_step(context)
             self._state.wake_all()
@@ -462,7 +508,7 @@ class OmniPrefixCacheManager:
                 if slot is not None:
                     self._state.enter_pages()
                 else:
-                    holders = self._staging_holders()
+                    holders = self._under_way()
         self._controller.buffers.give_back(unused)
         if problem is not None:
             raise problem
@@ -474,14 +520,9 @@ class OmniPrefixCacheManager:
             )
         return slot, epoch
 
-    def _staging_holders(self) -> str:
-        unread = ", ".join(self._steps.labels()) or "none"
-        writes = ", ".join(map(str, self._controller.committer.open_tasks)) or "none"
-        abandoned = self._controller.committer.abandoned_slots
-        copies = (
-            f", and by copies still running into slots {list(abandoned)}, whose rows nobody wants" if abandoned else ""
-        )
-        return f"unread steps ({unread}) and writes ({writes}){copies}"
+    def _under_way(self) -> str:
+        """Steps, writes and copies that have not ended, in words for errors. State lock held."""
+        return f"unread steps ({', '.join(self._steps.labels()) or 'none'}) and {self._controller.under_way()}"
 
     def _reserve_keys(self, inputs: StepInputs) -> dict[str, _ReservedKey]:
         """Room for keys that the step brings for the first time; nothing knows of it until the step is saved."""
@@ -493,11 +534,20 @@ class OmniPrefixCacheManager:
                 reserved[value.key] = _ReservedKey(spec, rows, self._table.new_key_tables())
         return reserved
 
-    def _consume(self, step_id: int, end: StepEnd, asked: tuple[str, ...], what: str) -> StepContext:
+    def _consume(
+        self,
+        step_id: int,
+        end: StepEnd,
+        asked: tuple[str, ...],
+        sampled_counts: Mapping[str, int] | None,
+        what: str,
+    ) -> StepContext:
         """Take a step out of the open ones, if the call is right. State lock held."""
         if self._state.closing:
             raise CacheClosedError(f"{what}: the cache is closed")
-        self._steps.get(step_id).check_requests(asked)
+        context = self._steps.get(step_id)
+        context.check_requests(asked)
+        context.num_valid_rows = context.count_valid_rows(sampled_counts)
         if end is StepEnd.MATERIALIZED:
             self._steps_materialized += 1
         else:
@@ -508,17 +558,25 @@ class OmniPrefixCacheManager:
     def _await_step(self, context: StepContext, what: str) -> OmniPrefixCacheError | None:
         """Wait for a step's copy and reads; returns why its rows cannot be had. State lock held, free while waiting."""
         epoch = self._state.epoch
+        task, deferred = context.task, context.record.deferred
+        if deferred is not None and self._state.usable:
+            self._controller.deferred.force_through(deferred.write_id, what)
         self._state.wait(
-            lambda: context.task.host_ready and all(read.complete for read in context.reads),
+            lambda: (
+                task.host_ready
+                and (deferred is None or deferred.host_ready)
+                and all(read.complete for read in context.reads)
+            ),
             self.config.join_timeout_s,
         )
         problem = self._state.problem(what)
         if problem is None and self._state.epoch != epoch:
             return CacheFailedError(f"{what}: the cache was reset while it waited; the step's rows are gone")
-        if problem is None and not context.task.host_ready:
+        late = next((write for write in (task, deferred) if write is not None and not write.host_ready), None)
+        if problem is None and late is not None:
             return JoinTimeoutError(
-                f"{what}: its copy did not complete within join_timeout_s={self.config.join_timeout_s}: "
-                f"{context.task}; its rows stay owed to their requests"
+                f"{what}: its copy did not complete within join_timeout_s={self.config.join_timeout_s}: {late}; its "
+                f"rows stay owed to their requests; open: {self._under_way()}"
             )
         return problem
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +21,8 @@ class RequestRows:
     """The rows one step delivers for one request. To be read only; not frozen, which would cost each request a µs.
 
     Row `i` of every tensor in `rows` belongs to the `i`-th position of `ranges`, in order. A prefix hit is joined in
-    front of the rows the step computed, so the first delivery of a request starts at position 0.
+    front of the rows the step computed, so the first delivery of a request starts at position 0. A step that only
+    computed rows again, after a preemption, delivers none: `ranges` is empty then.
     """
 
     req_id: str
@@ -76,7 +77,7 @@ class StageCacheOutputs(Mapping[str, RequestRows]):
     not be read. Without it the rows are the caller's for good.
     """
 
-    __slots__ = ("_release", "_served", "failed", "step_id")
+    __slots__ = ("_acknowledge", "_release", "_served", "failed", "step_id")
 
     def __init__(
         self,
@@ -84,11 +85,13 @@ class StageCacheOutputs(Mapping[str, RequestRows]):
         served: Mapping[str, RequestRows],
         failed: Mapping[str, RequestError],
         release: Callable[[], None],
+        acknowledge: Callable[[Iterable[str] | None], None] | None = None,
     ) -> None:
         self.step_id = step_id
         self.failed = failed
         self._served = served
         self._release: Callable[[], None] | None = release
+        self._acknowledge = acknowledge
 
     def __getitem__(self, req_id: str) -> RequestRows:
         """The rows of one request.
@@ -108,8 +111,23 @@ class StageCacheOutputs(Mapping[str, RequestRows]):
     def __len__(self) -> int:
         return len(self._served)
 
+    def acknowledge(self, req_ids: Iterable[str] | None = None) -> None:
+        """Say that these requests' rows have arrived, by default all. Any thread; never blocks long.
+
+        Needed with `Delivery.TWO_PHASE` only, before `release`; else, and a second time, it does nothing.
+
+        Raises:
+            RequestNotInStepError: no rows of the request were handed over by this step.
+            StepOrderError: the outputs were released first, so the rows are owed again.
+        """
+        if self._acknowledge is not None:
+            self._acknowledge(req_ids)
+
     def release(self) -> None:
-        """Give the buffers back for reuse. Any thread; never blocks long. A second call does nothing."""
+        """Give the buffers back for reuse. Any thread; never blocks long. A second call does nothing.
+
+        With `Delivery.TWO_PHASE`, rows that were not acknowledged by now come again with a later step.
+        """
         release, self._release = self._release, None
         if release is not None:
             release()

@@ -4,39 +4,31 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from omni_core.prefix_cache.slot_table import Slots
+Positions = npt.NDArray[np.int64]
+"""`(n,)` token positions of one request, ascending."""
 
-
-@dataclass(frozen=True, slots=True)
-class OwedRows:
-    """Rows a request still has to get."""
-
-    positions: npt.NDArray[np.int64]
-    slots: Slots
-    """Where the rows were stored; -1 where they never were."""
-    since: int
-    """The last id given out when the rows were planned or claimed. A tenancy that began later holds other rows."""
+NO_POSITIONS: Positions = np.zeros(0, np.int64)
 
 
 class MissingSets:
-    """One set per live request. Every method needs the state lock.
+    """One set of positions per live request. Every method needs the state lock.
 
-    Rows that come back undelivered from the step that carried them once more are not planned again until the request
-    gets a step delivered: with a consumer that has stalled, each step would read everything missing once more.
+    Where the rows lie is not kept: a request may have been resumed with another block table since. Rows that come back
+    undelivered from the step that carried them once more are not planned again until the request gets a step delivered:
+    with a consumer that has stalled, each step would read everything missing once more.
     """
 
     def __init__(self) -> None:
-        self._chunks: dict[str, list[OwedRows]] = {}
+        self._chunks: dict[str, list[Positions]] = {}
         self._backing_off: set[str] = set()
 
-    def add(self, req_id: str, rows: OwedRows) -> None:
+    def add(self, req_id: str, positions: Positions) -> None:
         """These rows were not delivered."""
-        self._chunks.setdefault(req_id, []).append(rows)
+        self._chunks.setdefault(req_id, []).append(positions)
 
     def back_off(self, req_id: str) -> None:
         """The step that carried the request's missing rows was not delivered either."""
@@ -53,12 +45,19 @@ class MissingSets:
             return []
         return [req_id for req_id in self._chunks if req_id not in self._backing_off]
 
-    def take(self, req_id: str) -> list[OwedRows]:
-        """Take a request's missing set, in the order it was added; it has none any more."""
-        return self._chunks.pop(req_id, [])
+    def take_below(self, req_id: str, limit: int) -> Positions:
+        """Take the request's missing positions below `limit`, ascending; the others stay missing."""
+        chunks = self._chunks.pop(req_id, None)
+        if chunks is None:
+            return NO_POSITIONS
+        positions = np.sort(np.concatenate(chunks))
+        count = int(np.searchsorted(positions, limit))
+        if count < len(positions):
+            self._chunks[req_id] = [positions[count:]]
+        return positions[:count]
 
-    def forget(self, req_id: str) -> npt.NDArray[np.int64]:
+    def forget(self, req_id: str) -> Positions:
         """The request is over; returns the positions it never got, ascending."""
         self._backing_off.discard(req_id)
-        chunks = self.take(req_id)
-        return np.sort(np.concatenate([chunk.positions for chunk in chunks])) if chunks else np.zeros(0, np.int64)
+        chunks = self._chunks.pop(req_id, None)
+        return NO_POSITIONS if chunks is None else np.sort(np.concatenate(chunks))

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from omni_core.prefix_cache.buffers import HostBuffer
+from omni_core.prefix_cache.deferred_records import DeferredRecords
 from omni_core.prefix_cache.prefetcher import Prefetcher
 from omni_core.prefix_cache.reads import GatherBatch, KeyEntries, ReadRequest, StepRead
 from omni_core.prefix_cache.slot_table import ABSENT, Slots, SlotTable
@@ -18,15 +19,23 @@ from omni_core.prefix_cache.state import CacheState
 class ReadPlanner:
     """Every method needs the state lock. `live_reads` is shared with the committer, which looks for pins there."""
 
-    def __init__(self, state: CacheState, table: SlotTable, prefetcher: Prefetcher, live_reads: list[StepRead]) -> None:
+    def __init__(
+        self,
+        state: CacheState,
+        table: SlotTable,
+        prefetcher: Prefetcher,
+        deferred: DeferredRecords,
+        live_reads: list[StepRead],
+    ) -> None:
         self._state = state
         self._table = table
         self._prefetcher = prefetcher
+        self._deferred = deferred
         self._live_reads = live_reads
 
     def plan(self, label: str, requests: list[ReadRequest]) -> StepRead:
         """Pin the rows of these requests as they are now, and start to gather those that are present."""
-        read = StepRead(label, requests, self._table.last_id)
+        read = StepRead(label, requests)
         for key in self._table.keys:
             read.keys[key] = KeyEntries(self._table.present_ids(key, read.slots))
         self._table.pin(read.stored_slots)
@@ -67,11 +76,15 @@ class ReadPlanner:
 
     def _gather(self, read: StepRead, entries_by_key: Mapping[str, npt.NDArray[np.int64]]) -> None:
         parts = []
-        newest = ABSENT
+        newest = newest_deferred = ABSENT
         for key, entries in entries_by_key.items():
             if len(entries):
                 ids = read.keys[key].ids[entries]
                 newest = max(newest, int(ids.max()))
+                if key in self._deferred.keys:
+                    newest_deferred = max(
+                        newest_deferred, self._deferred.force_claims(ids, f"a read of {read.step_label}")
+                    )
                 parts.append((key, entries, ids))
         if parts:
-            self._prefetcher.enqueue(GatherBatch(read, tuple(parts), newest))
+            self._prefetcher.enqueue(GatherBatch(read, tuple(parts), newest, newest_deferred))

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from omni_core.prefix_cache.config import HIDDEN_KEY
 from omni_core.prefix_cache.errors import InvalidConfigError
 
 MODEL_POLICY_ATTRIBUTE = "omni_cache_policy"
@@ -22,12 +23,13 @@ class ModelCachePolicy:
     request_keys: frozenset[str] = field(default_factory=frozenset)
     """Outputs with one entry per request: delivered, never stored."""
     deferred_keys: frozenset[str] = field(default_factory=frozenset)
-    """Token outputs that may stay on the device until their request ends. Not supported by this version."""
+    """Token outputs that may stay on the device until their request ends: stored and joined like `token_keys`. They are
+    copied to the host earlier where someone wants them, or their room in `device_staging_bytes`."""
     needs_full_hidden_states: bool = True
     """Whether the consumer wants hidden rows of the whole prompt; `False` stores none and delivers this step's only."""
 
     def __post_init__(self) -> None:
-        """Check that no key is declared twice.
+        """Check that no key is declared twice, and none that cannot be.
 
         Raises:
             InvalidConfigError: names the key and its declarations.
@@ -37,6 +39,8 @@ class ModelCachePolicy:
             if isinstance(value, str):
                 raise InvalidConfigError(f"{name}={value!r}: must be a collection of key names, not one string")
             object.__setattr__(self, name, frozenset(value))
+        if HIDDEN_KEY in self.deferred_keys:
+            raise InvalidConfigError(f"deferred_keys names {HIDDEN_KEY!r}: hidden rows are never deferred")
         pairs = (("token_keys", "request_keys"), ("token_keys", "deferred_keys"), ("request_keys", "deferred_keys"))
         for first, second in pairs:
             both = getattr(self, first) & getattr(self, second)

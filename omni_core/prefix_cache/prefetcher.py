@@ -85,7 +85,8 @@ class Prefetcher:
         read = batch.read
         with self._state.lock:
             landed = self._state.wait(
-                lambda: read.ended or self._committer.landed_upto >= batch.newest_id, self._join_timeout_s
+                lambda: read.ended or self._committer.have_landed(batch.newest_id, batch.newest_record_id),
+                self._join_timeout_s,
             )
             if not landed:
                 stuck = ", ".join(map(str, self._committer.open_tasks)) or "none"
@@ -103,6 +104,7 @@ class Prefetcher:
                 buffer = self._buffers.lease((read.buffer_num_rows, spec.row_words), spec.word)
                 with self._state.lock:
                     read.buffers[key] = buffer
+            self._runtime.checkpoint("prefetch.leased")
             rows = buffer.view((read.buffer_num_rows, spec.row_words), spec.word)
             self._gather(read, key, entries, rows)
             self._runtime.checkpoint("prefetch.gathered")

@@ -11,7 +11,6 @@ import torch
 
 from omni_core.prefix_cache.buffers import HostBuffer
 from omni_core.prefix_cache.outputs import TokenRange
-from omni_core.prefix_cache.owed import OwedRows
 from omni_core.prefix_cache.slot_table import ABSENT, Slots, WriteIds
 
 _NO_RESCUE = 0
@@ -112,10 +111,9 @@ class StepRead:
     `end`; then its pins are gone and its buffers belong to whoever `end` or `take_buffers` gave them to.
     """
 
-    def __init__(self, step_label: str, requests: list[ReadRequest], planned_at: int) -> None:
-        """Lay out the entries. No lock needed. `planned_at` is the last id given out before the plan."""
+    def __init__(self, step_label: str, requests: list[ReadRequest]) -> None:
+        """Lay out the entries. No lock needed."""
         self.step_label = step_label
-        self.planned_at = planned_at
         self.spans: dict[str, ReadSpan] = {}
         entry = buffer_row = 0
         for request in requests:
@@ -160,11 +158,6 @@ class StepRead:
         absent: npt.NDArray[np.int64] = span.positions[self.keys[key].ids[span.entries] == ABSENT]
         return absent
 
-    def owed_rows(self, req_id: str) -> OwedRows:
-        """A request's entries, to be read again in a later step."""
-        span = self.spans[req_id]
-        return OwedRows(span.positions, self.slots[span.entries], self.planned_at)
-
     def side_buffers(self) -> list[HostBuffer]:
         """Take the set-aside buffers; the read holds none any more."""
         buffers: list[HostBuffer] = []
@@ -188,7 +181,9 @@ class GatherBatch:
     parts: tuple[tuple[str, npt.NDArray[np.int64], WriteIds], ...]
     """Per key: entry indices and their write ids, `ABSENT` left out."""
     newest_id: int
-    """The batch can be gathered once this write has landed."""
+    """The batch can be gathered once this write has landed,"""
+    newest_record_id: int
+    """and the deferred record of this id."""
 
 
 def ranges_of(positions: npt.NDArray[np.int64]) -> tuple[TokenRange, ...]:

@@ -9,13 +9,14 @@ import numpy.typing as npt
 from omni_core.prefix_cache.config import HIDDEN_KEY
 from omni_core.prefix_cache.errors import (
     HitRowsAbsentError,
-    LifecycleUnsupportedError,
+    LifecycleError,
     PositionGapError,
     RequestError,
     RequestNotStartedError,
 )
+from omni_core.prefix_cache.progress import UNKNOWN
 from omni_core.prefix_cache.reads import StepRead, ranges_of
-from omni_core.prefix_cache.requests import UNKNOWN, RequestTable
+from omni_core.prefix_cache.requests import RequestTable
 
 
 class RequestRefusals:
@@ -29,7 +30,7 @@ class RequestRefusals:
     def refuse(self, error: RequestError) -> None:
         """This error is the request's answer from now on; a request not known yet is tracked to be answered so."""
         if error.req_id not in self._requests:
-            self._requests.start(error.req_id, 0)
+            self._requests.start(error.req_id, (), 0, 0)
         self.count += self._requests.fail(error)
 
     def unexpected(
@@ -37,7 +38,7 @@ class RequestRefusals:
     ) -> dict[str, RequestError]:
         """Requests that are unknown, turned away before, or do not continue where their last step ended."""
         refused: dict[str, RequestError] = {}
-        for index in self._requests.unexpected(rows, firsts).tolist():
+        for index in self._requests.progress.unexpected(rows, firsts).tolist():
             req_id = req_ids[index]
             error = self._requests.error(req_id)
             if rows[index] == UNKNOWN:
@@ -50,10 +51,15 @@ class RequestRefusals:
             refused[req_id] = error
         return refused
 
-    def absent_hidden(self, step: str, read: StepRead) -> dict[str, RequestError]:
-        """Requests whose hit reaches over hidden rows that do not exist."""
+    def absent_hidden(self, step: str, read: StepRead, req_ids: tuple[str, ...]) -> dict[str, RequestError]:
+        """Requests of the step, `req_ids`, whose hit reaches over hidden rows that do not exist.
+
+        A request that started and is not in the step yet is answered with its own first step.
+        """
         refused: dict[str, RequestError] = {}
         for req_id in read.absent_hidden(HIDDEN_KEY):
+            if req_id not in req_ids:
+                continue
             ranges = ranges_of(read.absent_positions(req_id, HIDDEN_KEY))
             error = HitRowsAbsentError(
                 req_id,
@@ -67,13 +73,13 @@ class RequestRefusals:
         return refused
 
     def _discontinuity(self, step: str, req_id: str, first: int) -> RequestError:
-        expected = self._requests.promised_upto(req_id)
+        expected = self._requests.computed_upto(req_id)
         if first > expected:
             return PositionGapError(
                 req_id, f"{step} starts at position {first}, but rows are known up to {expected} only"
             )
-        return LifecycleUnsupportedError(
+        return LifecycleError(
             req_id,
-            f"{step} computes position {first} again, rows up to {expected} were already promised; resumed requests "
-            "and rejected drafts are not served by this version",
+            f"{step} computes position {first} again, rows up to {expected} were computed before; announce a preempted "
+            "request as RESUMED, a changed content as REPLACED, and drafts in num_draft_tokens",
         )

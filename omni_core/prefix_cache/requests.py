@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far each live request has come, and which rows are still owed to it."""
+"""How far each live request has come, where its rows lie, and which of them are still owed to it."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from itertools import repeat
 
 import numpy as np
@@ -10,35 +11,61 @@ import numpy.typing as npt
 
 from omni_core.prefix_cache.errors import RequestError
 from omni_core.prefix_cache.outputs import PartialRequest
-from omni_core.prefix_cache.owed import MissingSets, OwedRows
+from omni_core.prefix_cache.owed import MissingSets, Positions
+from omni_core.prefix_cache.progress import UNKNOWN, ProgressTable
 from omni_core.prefix_cache.reads import ranges_of
+from omni_core.prefix_cache.slot_table import Slots, WriteIds
 
-UNKNOWN = -1
-"""Row of a request the table does not know: the last row of each column, which expects no position and has serial 0."""
-_EXPECTS_NOTHING = -1
-_INITIAL_ROWS = 64
+
+_NOTHING_WITHHELD: npt.NDArray[np.bool_] = np.zeros(0, np.bool_)
+
+
+class _BlockTable:
+    """A live request's blocks, and the last id given out when each came to it; -1 for those it must not read."""
+
+    __slots__ = ("_block_ids", "_since")
+
+    def __init__(self, block_ids: Collection[int], since: int, withheld: npt.NDArray[np.bool_]) -> None:
+        self._block_ids = list(block_ids)
+        self._since = [since] * len(block_ids)
+        for index in np.flatnonzero(withheld).tolist():
+            self._since[index] = -1
+
+    def extend(self, block_ids: Collection[int], since: int) -> None:
+        self._block_ids.extend(block_ids)
+        self._since.extend([since] * len(block_ids))
+
+    def slots(self, positions: Positions, block_size: int) -> tuple[Slots, WriteIds]:
+        indices = positions // block_size
+        inside = indices < len(self._block_ids)
+        slots = np.full(len(positions), -1, np.int64)
+        since = np.zeros(len(positions), np.int64)
+        blocks = np.array(self._block_ids, np.int64)[indices[inside]]
+        slots[inside] = blocks * block_size + positions[inside] % block_size
+        since[inside] = np.array(self._since, np.int64)[indices[inside]]
+        return slots, since
 
 
 class RequestTable:
-    """Live requests as rows of a numpy table. Every method needs the state lock.
+    """Live requests by id. Every method needs the state lock.
 
-    `promised_upto` is the position after the last row promised to the request. It rises when a step is saved and never
-    falls; rows of steps that were not delivered go to the request's missing set instead.
+    How far each has come is kept in `progress`, one row of numpy tables per request; what it was promised and not given
+    is in `missing`. Ids may be used again: each life of an id, and each version of its content, has its own serial.
     """
 
-    def __init__(self, max_partial_reports: int) -> None:
+    def __init__(self, block_size: int, max_partial_reports: int) -> None:
+        self._block_size = block_size
         self._row_of: dict[str, int] = {}
-        self._free: list[int] = []
         self._last_batch: tuple[tuple[str, ...], npt.NDArray[np.int64]] = ((), np.zeros(0, np.int64))
-        self._promised_upto = np.full(_INITIAL_ROWS, _EXPECTS_NOTHING, np.int64)
-        self._failed = np.zeros(_INITIAL_ROWS, np.bool_)
-        self._serials = np.zeros(_INITIAL_ROWS, np.int64)
-        self._last_serial = 0
-        self._num_rows = 0
+        self._block_tables: dict[str, _BlockTable] = {}
         self._errors: dict[str, RequestError] = {}
+        self.progress = ProgressTable()
         self.missing = MissingSets()
-        self._max_partial_reports = max_partial_reports
-        self._partial: dict[tuple[str, int], list[npt.NDArray[np.int64]]] = {}
+        self._max_reports = max_partial_reports
+        self._partial: dict[tuple[str, int], list[Positions]] = {}
+        self._replaced: dict[int, None] = {}
+        self._lives: dict[str, int] = {}
+        self._num_lives = 0
 
     def __len__(self) -> int:
         return len(self._row_of)
@@ -46,24 +73,58 @@ class RequestTable:
     def __contains__(self, req_id: str) -> bool:
         return req_id in self._row_of
 
-    def start(self, req_id: str, promised_upto: int) -> None:
-        """Begin to track a request whose first step will bring the rows from `promised_upto` on."""
-        if self._free:
-            row = self._free.pop()
-        else:
-            row = self._num_rows
-            self._num_rows += 1
-            if self._num_rows == len(self._promised_upto):
-                blank = np.full_like(self._promised_upto, _EXPECTS_NOTHING)
-                self._promised_upto = np.concatenate((self._promised_upto, blank))
-                self._failed = np.concatenate((self._failed, np.zeros_like(self._failed)))
-                self._serials = np.concatenate((self._serials, np.zeros_like(self._serials)))
+    # -- life ---------------------------------------------------------------------------------------------------------
+
+    def start(
+        self,
+        req_id: str,
+        block_ids: Collection[int],
+        hit: int,
+        since: int,
+        withheld: npt.NDArray[np.bool_] = _NOTHING_WITHHELD,
+    ) -> None:
+        """Begin to track a request whose first `hit` rows are promised from the store.
+
+        `since` is the last id given out: the request holds these blocks as long as none has a later tenancy.
+        `withheld` says which blocks of its hit it must not read.
+        """
         self._forget_batch()
-        self._row_of[req_id] = row
-        self._last_serial += 1
-        self._serials[row] = self._last_serial
-        self._promised_upto[row] = promised_upto
-        self._failed[row] = False
+        self.life(req_id)
+        self._row_of[req_id] = self.progress.add(hit, self._block_end(hit))
+        self._block_tables[req_id] = _BlockTable(block_ids, since, withheld)
+
+    def life(self, req_id: str) -> int:
+        """Which life of its id the request is in, or will be once it starts: the same for every content version."""
+        life = self._lives.get(req_id)
+        if life is None:
+            self._num_lives += 1
+            life = self._lives[req_id] = self._num_lives
+        return life
+
+    def extend(self, req_id: str, block_ids: Collection[int], since: int) -> None:
+        """Append blocks to a request's table; nothing happens if it is not live."""
+        table = self._block_tables.get(req_id)
+        if table is not None:
+            table.extend(block_ids, since)
+
+    def resume(
+        self, req_id: str, block_ids: Collection[int], hit: int, since: int, withheld: npt.NDArray[np.bool_]
+    ) -> None:
+        """The live request goes on at `hit` with another block table; rows promised before stay promised."""
+        self._block_tables[req_id] = _BlockTable(block_ids, since, withheld)
+        self.progress.resume(self._row_of[req_id], hit, self._block_end(hit))
+
+    def replace(self, req_id: str) -> None:
+        """End this version of a live request's content: nothing of it is owed or reported any more."""
+        serial = self.serial(req_id)
+        self.missing.forget(req_id)
+        self._partial.pop((req_id, serial), None)
+        self._replaced[serial] = None
+        if len(self._replaced) > self._max_reports:
+            del self._replaced[next(iter(self._replaced))]
+        life = self.life(req_id)
+        self.end(req_id)
+        self._lives[req_id] = life
 
     def fail(self, error: RequestError) -> bool:
         """The request cannot be served any more: this error is its answer in every later step.
@@ -72,9 +133,9 @@ class RequestTable:
             Whether the request was live and whole until now.
         """
         row = self._row_of.get(error.req_id)
-        if row is None or self._failed[row]:
+        if row is None or error.req_id in self._errors:
             return False
-        self._failed[row] = True
+        self.progress.fail(row)
         self._errors[error.req_id] = error
         self.missing.forget(error.req_id)
         return True
@@ -85,11 +146,14 @@ class RequestTable:
         if row is None:
             return
         self._forget_batch()
-        self._free.append(row)
+        self._lives.pop(req_id, None)
+        serial = self.progress.serial(row)
+        self.progress.remove(row)
+        del self._block_tables[req_id]
         self._errors.pop(req_id, None)
         owed = self.missing.forget(req_id)
         if len(owed):
-            self._report_partial(req_id, int(self._serials[row]), owed)
+            self._report_partial(req_id, serial, owed)
 
     def forget_all(self) -> int:
         """Forget every request (`reset`); returns how many there were."""
@@ -98,55 +162,50 @@ class RequestTable:
             self.end(req_id)
         return count
 
+    # -- looking up ---------------------------------------------------------------------------------------------------
+
+    def row(self, req_id: str) -> int:
+        """The request's row of `progress`; `UNKNOWN` if it is not live."""
+        return self._row_of.get(req_id, UNKNOWN)
+
     def rows(self, req_ids: tuple[str, ...]) -> npt.NDArray[np.int64]:
-        """`(len(req_ids),)` table rows, `UNKNOWN` where a request is not live. Not to be written to."""
+        """`(len(req_ids),)` rows of `progress`, `UNKNOWN` where a request is not live. Not to be written to."""
         known_ids, rows = self._last_batch
         if req_ids != known_ids:
             rows = np.fromiter(map(self._row_of.get, req_ids, repeat(UNKNOWN)), np.int64, len(req_ids))
             self._last_batch = (req_ids, rows)
         return rows
 
-    def unexpected(self, rows: npt.NDArray[np.int64], first_positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Indices of the batch's requests that are unknown, failed, or do not continue where they stopped."""
-        wrong: npt.NDArray[np.bool_] = self._promised_upto[rows] != first_positions
-        if self._errors:
-            wrong |= self._failed[rows]
-        (indices,) = wrong.nonzero()
-        return indices
+    def serial(self, req_id: str) -> int:
+        """Which life and version of its id the request is in; 0 if it is not live."""
+        return self.progress.serial(self.row(req_id))
 
     def promised_upto(self, req_id: str) -> int:
-        """Where the request's next row is expected."""
-        return int(self._promised_upto[self._row_of[req_id]])
+        """The position after the last row promised to the live request."""
+        return self.progress.promised_upto(self._row_of[req_id])
+
+    def computed_upto(self, req_id: str) -> int:
+        """Where the live request's next run has to start."""
+        return self.progress.computed_upto(self._row_of[req_id])
 
     def error(self, req_id: str) -> RequestError | None:
         """Why the request cannot be served, if so."""
         return self._errors.get(req_id)
 
-    def serials(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Which life of its id each row is: ids may be used again after a request ended. 0 for unknown requests."""
-        serials: npt.NDArray[np.int64] = self._serials[rows]
-        return serials
+    def slots(self, req_id: str, positions: Positions) -> tuple[Slots, WriteIds]:
+        """Where these rows of a live request lie, -1 beyond its block table, and since which id it holds each block."""
+        return self._block_tables[req_id].slots(positions, self._block_size)
 
-    def serial(self, req_id: str) -> int:
-        """The serial of one request; 0 if it is not live."""
-        return int(self._serials[self._row_of.get(req_id, UNKNOWN)])
+    # -- undelivered rows ---------------------------------------------------------------------------------------------
 
-    def promise(self, rows: npt.NDArray[np.int64], next_positions: npt.NDArray[np.int64]) -> None:
-        """A step was saved: its rows are promised. Unknown requests are skipped."""
-        self._promised_upto[rows] = next_positions
-        self._promised_upto[UNKNOWN] = _EXPECTS_NOTHING
-
-    def _forget_batch(self) -> None:
-        self._last_batch = ((), self._last_batch[1][:0])
-
-    def owe(self, req_id: str, serial: int, rows: OwedRows) -> None:
+    def owe(self, req_id: str, serial: int, positions: Positions) -> None:
         """These rows were not delivered: add them to the missing set, or report them if that life has ended."""
-        if len(rows.positions) == 0 or serial == 0:
+        if len(positions) == 0 or serial == 0 or serial in self._replaced:
             return
         if self.serial(req_id) != serial:
-            self._report_partial(req_id, serial, rows.positions)
+            self._report_partial(req_id, serial, positions)
         elif req_id not in self._errors:
-            self.missing.add(req_id, rows)
+            self.missing.add(req_id, positions)
 
     def take_partial(self) -> tuple[PartialRequest, ...]:
         """Ended requests with rows never delivered; each life of an id once per call."""
@@ -157,7 +216,14 @@ class RequestTable:
         self._partial.clear()
         return reports
 
-    def _report_partial(self, req_id: str, serial: int, positions: npt.NDArray[np.int64]) -> None:
+    def _report_partial(self, req_id: str, serial: int, positions: Positions) -> None:
         self._partial.setdefault((req_id, serial), []).append(positions)
-        if len(self._partial) > self._max_partial_reports:
+        if len(self._partial) > self._max_reports:
             del self._partial[next(iter(self._partial))]
+
+    def _block_end(self, position: int) -> int:
+        """The position after the block that a hit ends inside; `position` itself at a block's end."""
+        return -(-position // self._block_size) * self._block_size
+
+    def _forget_batch(self) -> None:
+        self._last_batch = ((), self._last_batch[1][:0])

@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
+import numpy as np
+
+from omni_core.prefix_cache.acknowledgement import DeliveryCounts, HandedOver, UnacknowledgedRows
 from omni_core.prefix_cache.buffers import HostBuffer, HostBufferPool
+from omni_core.prefix_cache.config import Delivery
 from omni_core.prefix_cache.delivery import BatchRun, Joined
-from omni_core.prefix_cache.owed import OwedRows
 from omni_core.prefix_cache.planner import ReadPlanner
 from omni_core.prefix_cache.requests import RequestTable
 from omni_core.prefix_cache.staging import StagingBufferPool
@@ -23,16 +26,15 @@ class StepSettlement:
         planner: ReadPlanner,
         staging: StagingBufferPool,
         buffers: HostBufferPool,
+        delivery: Delivery,
     ) -> None:
         self._state = state
         self._requests = requests
         self._planner = planner
         self._staging = staging
         self._buffers = buffers
-        self.rows_delivered = 0
-        """Token positions delivered so far."""
-        self.rows_from_hits = 0
-        """Of those, positions delivered from stored rows."""
+        self._delivery = delivery
+        self.counts = DeliveryCounts()
 
     def settle(self, context: StepContext, joined: Joined) -> list[HostBuffer]:
         """End a consumed step; returns the buffers its served requests' rows lie in. No lock held."""
@@ -46,14 +48,32 @@ class StepSettlement:
                 if not served.keys().isdisjoint(read.spans):
                     kept.extend(read.take_buffers())
             unused = self.end_step(context)
-            self.rows_delivered += joined.rows_computed + joined.rows_from_hits
-            self.rows_from_hits += joined.rows_from_hits
-            self._requests.missing.delivered(served)
+            if self._delivery is Delivery.ON_MATERIALIZE:
+                self.counts.rows += joined.rows_computed + joined.rows_from_hits
+                self.counts.rows_from_hits += joined.rows_from_hits
+                self._requests.missing.delivered(served)
             for run in undelivered:
                 self.owe(context, run)
             self._state.leave_pages()
         self._buffers.give_back(unused)
         return kept
+
+    def hand_over(self, context: StepContext, joined: Joined) -> UnacknowledgedRows | None:
+        """What the consumer has to acknowledge of a step about to be returned; `None` without `TWO_PHASE`."""
+        if self._delivery is not Delivery.TWO_PHASE:
+            return None
+        handed_over = {}
+        for run in context.runs(tuple(joined.served)):
+            ranges = joined.served[run.req_id].ranges
+            positions = np.concatenate([np.arange(*each, dtype=np.int64) for each in (*ranges, (0, 0))])
+            owed = context.owed_read
+            handed_over[run.req_id] = HandedOver(
+                serial=int(context.serials[run.in_batch]),
+                positions=positions,
+                num_from_hits=len(positions) - run.num_rows,
+                carried_owed=owed is not None and run.req_id in owed.spans,
+            )
+        return UnacknowledgedRows(context.label, self._state, self._requests, self.counts, handed_over)
 
     def owe(self, context: StepContext, run: BatchRun) -> None:
         """The step's rows of this request were not delivered. State lock held."""
@@ -62,12 +82,10 @@ class StepSettlement:
         serial = int(context.serials[run.in_batch])
         stored = context.read_of(run.req_id)
         if stored is not None:
-            self._requests.owe(run.req_id, serial, stored.owed_rows(run.req_id))
-            if stored is context.owed_read:
+            self._requests.owe(run.req_id, serial, stored.spans[run.req_id].positions)
+            if stored is context.owed_read and self._requests.serial(run.req_id) == serial:
                 self._requests.missing.back_off(run.req_id)
-        rows = slice(run.first, run.last)
-        owed = OwedRows(context.positions[rows], context.slots[rows], context.task.write_id)
-        self._requests.owe(run.req_id, serial, owed)
+        self._requests.owe(run.req_id, serial, context.positions[run.first : run.last])
 
     def end_step(self, context: StepContext) -> list[HostBuffer]:
         """Release a step's reads and its hold on staging. State lock held."""

@@ -10,9 +10,14 @@ from omni_core.prefix_cache.errors import SlotOutOfRangeError
 
 Slots = npt.NDArray[np.int64]
 WriteIds = npt.NDArray[np.int64]
+Digests = npt.NDArray[np.uint64]
+"""What the token prefix up to a block's end is; 0: not known."""
 
 ABSENT = 0
 """The write id that means: no row. Real ids start at 1 and never repeat."""
+
+NOBODY = 0
+"""The life a block is private to if it is private to none. Real lives start at 1."""
 
 
 class SlotTable:
@@ -33,6 +38,10 @@ class SlotTable:
         self.last_write_id = ABSENT
         """The last id given out to a write."""
         self._tenancy_floor: WriteIds = np.zeros(num_blocks, np.int64)
+        self._digests: Digests = np.zeros(num_blocks, np.uint64)
+        self._private_to: npt.NDArray[np.int64] = np.zeros(num_blocks, np.int64)
+        self._any_digest = False
+        self._row_floor: WriteIds | None = None
         self._pins: npt.NDArray[np.int32] = np.zeros(self.num_slots, np.int32)
         self._latest: dict[str, WriteIds] = {}
         self._stamp: dict[str, WriteIds] = {}
@@ -71,11 +80,60 @@ class SlotTable:
         if block_ids.size:
             self.last_id += 1
             self._tenancy_floor[block_ids] = self.last_id
+            if self._any_digest:
+                self._digests[block_ids] = 0
+                self._private_to[block_ids] = NOBODY
 
     def start_all_tenancies(self) -> None:
         """The same for every block (`reset`)."""
         self.last_id += 1
         self._tenancy_floor[:] = self.last_id
+        if self._any_digest:
+            self._digests[:] = 0
+            self._private_to[:] = NOBODY
+
+    def set_digests(self, block_ids: Slots, digests: Digests) -> None:
+        """From now on the present tenancies of these blocks have these digests."""
+        if block_ids.size:
+            self._any_digest = True
+            self._digests[block_ids] = digests
+
+    def make_private(self, block_id: int, digest: int, life: int) -> None:
+        """Rows of the block's present tenancy are of a content its hash may not stand for.
+
+        Until its next tenancy a hit of another life than `life` finds them only if it names `digest`.
+        """
+        self._any_digest = True
+        self._digests[block_id] = digest
+        self._private_to[block_id] = life
+
+    def private_to(self, block_id: int) -> int:
+        """The life the block is private to; `NOBODY` if any request may hit it."""
+        return int(self._private_to[block_id])
+
+    def expire(self, slots: Slots) -> None:
+        """What was written at these slots until now is of content that is gone: absent for later plans, every key."""
+        if self._row_floor is None:
+            self._row_floor = np.zeros(self.num_slots, np.int64)
+        self._row_floor[slots] = self.last_id
+
+    def withheld(self, block_ids: Slots, digests: Digests, life: int) -> npt.NDArray[np.bool_]:
+        """For each block, whether a hit that expects `digests` must find no rows there, although some are stored.
+
+        Args:
+            block_ids: blocks of a request's hit.
+            digests: what the request expects there; 0 where it names none.
+            life: the request's life: a block that is private to it is not withheld.
+        """
+        if not self._any_digest:
+            return np.zeros(len(block_ids), np.bool_)
+        held = self._digests[block_ids]
+        named = digests != 0
+        other = held != digests
+        owners = self._private_to[block_ids]
+        private = (owners != NOBODY) & (owners != life)
+        withheld: npt.NDArray[np.bool_] = (named & other & (held != 0)) | (private & (other | ~named))
+        return withheld
 
     def next_write_id(self) -> int:
         """Give out the next write id."""
@@ -88,14 +146,20 @@ class SlotTable:
         for key in keys:
             self._latest[key][slots] = write_id
 
+    def claims(self, key: str, slots: Slots) -> WriteIds:
+        """The last write that claimed each row, in whatever tenancy; 0 if none did."""
+        return self._latest[key][slots]
+
     def present_ids(self, key: str, slots: Slots) -> WriteIds:
         """The write each row belongs to in its current tenancy, or `ABSENT`; -1 slots are absent."""
         ids = self._latest[key][slots]
         present = (ids > self._tenancy_floor[slots // self.block_size]) & (slots >= 0)
+        if self._row_floor is not None:
+            present &= ids > self._row_floor[slots]
         return np.where(present, ids, ABSENT)
 
-    def still_held(self, slots: Slots, since: int) -> Slots:
-        """The slots whose block has had no new tenancy since id `since`; -1 in place of the others."""
+    def still_held(self, slots: Slots, since: WriteIds) -> Slots:
+        """The slots whose block has had no new tenancy since the id `since` of each; -1 in place of the others."""
         held = (self._tenancy_floor[slots // self.block_size] <= since) & (slots >= 0)
         return np.where(held, slots, -1)
 
@@ -121,7 +185,9 @@ class SlotTable:
 
     def present_rows(self) -> dict[str, int]:
         """How many rows of each key are present. Walks the tables; for `reset` and `stats` only."""
-        floors = self._tenancy_floor[:, None]
+        floors: WriteIds = self._tenancy_floor[:, None]
+        if self._row_floor is not None:
+            floors = np.maximum(floors, self._row_floor.reshape(self.num_blocks, self.block_size))
         by_block = (self.num_blocks, self.block_size)
         return {key: int(np.count_nonzero(latest.reshape(by_block) > floors)) for key, latest in self._latest.items()}
 

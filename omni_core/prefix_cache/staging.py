@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from omni_core.backend import ByteCarver, DeviceBackend
+from omni_core.backend import ByteCarver, DeviceBackend, PinnedArena
 
 
 class StagingSlot:
@@ -15,11 +15,13 @@ class StagingSlot:
     Holds are counted under the state lock; the bytes belong to whoever holds the slot.
     """
 
-    __slots__ = ("_holders", "host", "index")
+    __slots__ = ("_holders", "host", "index", "page")
 
-    def __init__(self, index: int, host: ByteCarver) -> None:
+    def __init__(self, index: int, page: torch.Tensor) -> None:
+        """`page` is the arena, uint8 `(nbytes,)`; `host` carves it."""
         self.index = index
-        self.host = host
+        self.page = page
+        self.host = ByteCarver(page)
         self._holders: set[str] = set()
 
     @property
@@ -35,6 +37,30 @@ class StagingSlot:
         """Remove a holder; returns whether the slot is now free. State lock held."""
         self._holders.discard(holder)
         return not self._holders
+
+
+class BounceBuffer:
+    """Pinned host bytes for a deferred record whose step is over: nobody but the committer reads them."""
+
+    __slots__ = ("_arena", "index")
+
+    def __init__(self, index: int, arena: PinnedArena) -> None:
+        self.index = index
+        self._arena = arena
+
+    @property
+    def page(self) -> torch.Tensor:
+        """uint8 CPU tensor `(nbytes,)`."""
+        return self._arena.buffer
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Host bytes really page-locked."""
+        return self._arena.pinned_bytes
+
+    def close(self) -> None:
+        """Give the memory back. No copy may still run into it. Idempotent."""
+        self._arena.close()
 
 
 class StagingBufferPool:
@@ -59,7 +85,7 @@ class StagingBufferPool:
             for arena in self._arenas:
                 arena.close()
             raise
-        self._slots = [StagingSlot(index, ByteCarver(arena.buffer)) for index, arena in enumerate(self._arenas)]
+        self._slots = [StagingSlot(index, arena.buffer) for index, arena in enumerate(self._arenas)]
         self._free = list(reversed(self._slots))
 
     @property

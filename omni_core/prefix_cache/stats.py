@@ -32,10 +32,20 @@ class CacheStats:
     staging_slots_in_use: int
     key_row_bytes: Mapping[str, int]
     """Stored keys and the bytes of one row of each."""
+    deferred_records: int
+    """Steps whose deferred rows are on the device, those on their way to the host included."""
+    deferred_bytes: int
+    """Device bytes charged for them; never more than `device_staging_bytes`."""
+    deferred_writes_open: int
+    """Requests with deferred rows that nothing has asked to leave the device yet."""
+    deferred_copies: int
+    """Transfers of deferred rows to the host begun so far: one per step."""
     pool_reserved_bytes: int
     """Address space of the pool; memory is committed as blocks are first written."""
     pinned_bytes: int
+    """Page-locked host memory of staging pages and bounce buffers."""
     device_bytes: int
+    """Device memory of the snapshot ring and of the ring for deferred rows."""
     recycled_bytes: int
     """Released output buffers kept for reuse."""
 
@@ -49,5 +59,6 @@ class ResetReport:
     requests_forgotten: int
     steps_dropped: int
     writes_dropped: int
+    """Queued writes; deferred rows that were still waiting on the device are not among them."""
     failure_cleared: str | None
     """The sticky failure that was lifted, if there was one."""

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import count
@@ -14,6 +14,8 @@ import numpy.typing as npt
 
 from omni_core.prefix_cache.delivery import BatchRun
 from omni_core.prefix_cache.errors import (
+    DraftCountError,
+    DraftCountMissingError,
     RequestError,
     RequestNotInStepError,
     StepAlreadyDiscardedError,
@@ -55,6 +57,12 @@ class StepContext:
     owed_read: StepRead | None = None
     """Of `reads`, the one that carries rows of earlier, undelivered steps."""
     failed: dict[str, RequestError] = field(default_factory=dict)
+    promised_before: npt.NDArray[np.int64] | None = None
+    """`(num_reqs,)`: rows at the start of each run that an earlier step promised; `None`: none of any."""
+    num_draft_tokens: npt.NDArray[np.int64] | None = None
+    """`(num_reqs,)`: rows at the end of each run that were computed for drafts; `None`: none of any."""
+    num_valid_rows: npt.NDArray[np.int64] | None = None
+    """`(num_reqs,)`: rows at the start of each run that are of accepted tokens; `None`: not told yet."""
 
     @property
     def label(self) -> str:
@@ -67,14 +75,56 @@ class StepContext:
         return self.label
 
     def runs(self, req_ids: tuple[str, ...]) -> list[BatchRun]:
-        """The batch rows of these requests, in batch order. No lock needed."""
-        bounds = self.starts.tolist()
-        firsts = self.positions[self.starts[:-1]].tolist()
-        every = zip(count(), self.req_ids, bounds, bounds[1:], firsts)
+        """The batch rows the step delivers for these requests, in batch order. No lock needed.
+
+        Rows that an earlier step promised and rows of rejected drafts are left out; of drafts nobody has counted yet,
+        all are.
+        """
+        firsts, lasts, positions = self.starts[:-1], self.starts[1:], self.positions[self.starts[:-1]]
+        if self.promised_before is not None or self.num_draft_tokens is not None:
+            firsts, lasts, positions = self._trim(firsts, lasts, positions)
+        every = zip(count(), self.req_ids, firsts.tolist(), lasts.tolist(), positions.tolist())
         if req_ids == self.req_ids:
             return list(map(BatchRun._make, every))
         wanted = set(req_ids)
         return [BatchRun._make(run) for run in every if run[1] in wanted]
+
+    def _trim(
+        self, firsts: npt.NDArray[np.int64], lasts: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        if self.num_draft_tokens is not None:
+            certain = lasts - firsts - self.num_draft_tokens
+            lasts = firsts + (certain if self.num_valid_rows is None else self.num_valid_rows)
+        if self.promised_before is not None:
+            before = np.minimum(self.promised_before, lasts - firsts)
+            firsts, positions = firsts + before, positions + before
+        return firsts, lasts, positions
+
+    def count_valid_rows(self, sampled_counts: Mapping[str, int] | None) -> npt.NDArray[np.int64] | None:
+        """Rows of each run that are of accepted tokens; `None` if no request of the step has drafts. Changes nothing.
+
+        Raises:
+            DraftCountMissingError: a request with drafts has no count.
+            DraftCountError: a count lies outside its run.
+        """
+        if self.num_draft_tokens is None:
+            return None
+        valid: npt.NDArray[np.int64] = self.starts[1:] - self.starts[:-1]
+        for index in np.flatnonzero(self.num_draft_tokens).tolist():
+            req_id, rows = self.req_ids[index], int(valid[index])
+            if sampled_counts is None or req_id not in sampled_counts:
+                raise DraftCountMissingError(
+                    f"{self.label}: request {req_id!r} has {self.num_draft_tokens[index]} draft tokens, and "
+                    "sampled_counts does not say how many of its rows are valid; give len(sampled_token_ids) for every "
+                    "request of the step that has drafts"
+                )
+            accepted = sampled_counts[req_id]
+            if not 0 <= accepted <= rows:
+                raise DraftCountError(
+                    f"{self.label}: sampled_counts says {accepted} for request {req_id!r}, whose run has {rows} rows"
+                )
+            valid[index] = accepted
+        return valid
 
     def read_of(self, req_id: str) -> StepRead | None:
         """The read that gathers stored rows for a request."""
@@ -161,6 +211,10 @@ class OpenSteps:
         self._discarded.extend(self._open)
         self._open.clear()
         return contexts
+
+    def with_request(self, req_id: str) -> list[StepContext]:
+        """The open steps that have rows of a request, oldest first."""
+        return [context for context in self._open.values() if req_id in context.req_ids]
 
     def labels(self) -> list[str]:
         """The open steps in words, oldest first."""

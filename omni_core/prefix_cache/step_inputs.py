@@ -23,6 +23,7 @@ from omni_core.prefix_cache.errors import (
 )
 from omni_core.prefix_cache.events import StepLayout
 from omni_core.prefix_cache.policy import ModelCachePolicy
+from omni_core.prefix_cache.task import WriteSchedule
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +57,8 @@ class TokenValue:
     key: str
     rows: torch.Tensor
     stored: bool
+    schedule: WriteSchedule = WriteSchedule.JOIN_NEXT_STEP
+    """When stored rows must have left the device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +115,14 @@ def check_layout(layout: StepLayout, config: PrefixCacheConfig, num_tokens: int)
             f"slot {bad} lies outside the pool of num_blocks={config.num_blocks} x block_size={config.block_size} = "
             f"{config.num_slots} slots; build the cache with the engine's geometry"
         )
+    drafts = layout.num_draft_tokens
+    if drafts is not None:
+        lengths = starts[1:] - starts[:-1]
+        if len(drafts) != len(req_ids) or (drafts < 0).any() or (drafts >= lengths).any():
+            raise LayoutMismatchError(
+                f"num_draft_tokens={drafts.tolist()} for runs of {lengths.tolist()} rows: give one count per request, "
+                "smaller than its run, because the first row of a run is never a draft's"
+            )
     off = (slots - positions) % config.block_size != 0
     if off.any() and (off & (slots >= 0)).any():
         at = int(np.argmax(off & (slots >= 0)))
@@ -178,7 +189,9 @@ class OutputClassifier:
             if kind is KeyKind.TOKEN and per_token:
                 rows = _real_rows(value, num_tokens)
                 self._check_spec(key, rows)
-                token_values.append(TokenValue(key, rows, stored=True))
+                deferred = key in self._policy.deferred_keys
+                schedule = WriteSchedule.JOIN_ON_FINISH if deferred else WriteSchedule.JOIN_NEXT_STEP
+                token_values.append(TokenValue(key, rows, True, schedule))
             else:
                 leftovers.append(self._leftover(key, value, kind, per_token, num_tokens, num_reqs))
         return StepInputs(tuple(token_values), tuple(leftovers), decided)
@@ -209,7 +222,7 @@ class OutputClassifier:
         num_reqs: int,
         decided: dict[str, KeyKind],
     ) -> KeyKind | None:
-        if key in self._policy.token_keys:
+        if key in self._policy.token_keys or key in self._policy.deferred_keys:
             kind: KeyKind | None = KeyKind.TOKEN
         elif key in self._policy.request_keys:
             return KeyKind.LEFTOVER

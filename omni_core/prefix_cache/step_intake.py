@@ -3,18 +3,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
+import numpy.typing as npt
 
 from omni_core.prefix_cache.buffers import HostBuffer
 from omni_core.prefix_cache.committer import Committer
-from omni_core.prefix_cache.errors import LifecycleUnsupportedError
+from omni_core.prefix_cache.deferred_records import DeferredRecords
+from omni_core.prefix_cache.entrance import RequestEntrance
 from omni_core.prefix_cache.event_digest import EventDigest
 from omni_core.prefix_cache.events import StepLayout
+from omni_core.prefix_cache.owed import Positions
 from omni_core.prefix_cache.planner import ReadPlanner
 from omni_core.prefix_cache.reads import ReadRequest, StepRead
 from omni_core.prefix_cache.refusals import RequestRefusals
 from omni_core.prefix_cache.requests import RequestTable
-from omni_core.prefix_cache.slot_table import ABSENT, SlotTable
+from omni_core.prefix_cache.slot_table import ABSENT, NOBODY, Slots, SlotTable
 from omni_core.prefix_cache.staging import StagingSlot
 from omni_core.prefix_cache.step_context import OpenSteps, StepContext
 from omni_core.prefix_cache.step_record import StepRecord
@@ -31,6 +36,7 @@ class StepIntake:
         refusals: RequestRefusals,
         planner: ReadPlanner,
         committer: Committer,
+        deferred: DeferredRecords,
         steps: OpenSteps,
     ) -> None:
         self._table = table
@@ -38,7 +44,9 @@ class StepIntake:
         self._refusals = refusals
         self._planner = planner
         self._committer = committer
+        self._deferred = deferred
         self._steps = steps
+        self._entrance = RequestEntrance(table, requests, refusals, steps)
         self._started_reads: list[StepRead] | None = None
         self.any_step_started = False
 
@@ -51,28 +59,21 @@ class StepIntake:
         """Apply a step's events: ends, tenancies, copies, then the reads of its prefix hits."""
         self.any_step_started = True
         for req_id in digest.ended:
+            if self._deferred.keys:
+                self._deferred.force_ended(req_id, self._requests.row(req_id), self._requests.serial(req_id))
             self._requests.end(req_id)
         # The engine copies KV blocks in order and before the forward: a copy sees what its source held until now.
         for source, destination, num_rows in digest.copies:
             self._copy_block(source, destination, num_rows)
         self._table.start_tenancies(digest.fresh_blocks)
+        self._table.set_digests(digest.known_blocks, digest.known_digests)
+        for req_id, block_id, block_digest in digest.private_blocks:
+            self._table.make_private(block_id, block_digest, self._requests.life(req_id))
         for error in digest.refused:
             self._refusals.refuse(error)
-        reads = []
-        for request in digest.started:
-            if request.req_id in self._requests:
-                self._refusals.refuse(
-                    LifecycleUnsupportedError(
-                        request.req_id,
-                        "started again while live; continuations and resumed requests are not served by this version",
-                    )
-                )
-                continue
-            hit = len(request.hit_slots)
-            self._requests.start(request.req_id, hit)
-            if hit:
-                positions = np.arange(hit, dtype=np.int64)
-                reads.append(ReadRequest(request.req_id, positions, request.hit_slots, request.num_scheduled_tokens))
+        for req_id, block_ids in digest.extended:
+            self._requests.extend(req_id, block_ids, self._table.last_id)
+        reads = [read for request in digest.entering if (read := self._entrance.enter(request)) is not None]
         self._started_reads = [self._planner.plan("the step under way", reads)] if reads else []
 
     def _copy_block(self, source: int, destination: int, num_rows: int) -> None:
@@ -84,7 +85,11 @@ class StepIntake:
             present = self._table.present_ids(key, source_slots) != ABSENT
             if present.any():
                 sources[key] = PoolRows(key, source_slots[present], destination_slots[present])
+        self._force_sources(sources.values(), f"copy of block {source} to block {destination}")
+        owner = self._table.private_to(source)
         self._table.start_tenancies(np.array([destination], np.int64))
+        if owner != NOBODY:  # whoever may not read the source may not read its copy
+            self._table.make_private(destination, 0, owner)
         write_id = self._table.next_write_id()
         for key, rows in sources.items():
             self._table.claim((key,), rows.destination_slots, write_id)
@@ -92,14 +97,20 @@ class StepIntake:
         task.copy_slots = tuple(sources.values())
         self._committer.enqueue(task)
 
+    def _force_sources(self, sources: Iterable[PoolRows], label: str) -> None:
+        """Rows on the device that the copy reads, or whose late landing would overwrite what it writes, go first."""
+        for rows in sources:
+            if rows.key in self._deferred.keys:
+                for slots in (rows.source_slots, rows.destination_slots):
+                    self._deferred.force_claims(self._table.claims(rows.key, slots), label)
+
     def end_unsaved_step(self) -> list[HostBuffer]:
         """End the reads of a step that was started and not saved; its hits stay owed."""
         unused: list[HostBuffer] = []
         for read in self._started_reads or ():
             unused.extend(self._planner.end(read))
-            for req_id in read.spans:
-                serial = self._requests.serial(req_id)
-                self._requests.owe(req_id, serial, read.owed_rows(req_id))
+            for req_id, span in read.spans.items():
+                self._requests.owe(req_id, self._requests.serial(req_id), span.positions)
         self._started_reads = None
         return unused
 
@@ -112,7 +123,12 @@ class StepIntake:
         starts, positions = layout.starts.astype(np.int64), layout.positions.astype(np.int64)
         slots = layout.slots.astype(np.int64)
         rows = self._requests.rows(layout.req_ids)
-        firsts = positions[starts[:-1]]
+        progress = self._requests.progress
+        firsts, ends = positions[starts[:-1]], positions[starts[1:] - 1] + 1
+        # Rows of rejected drafts, and of replaced content, may lie there under keys this step does not bring.
+        rewritten = progress.rewritten(rows, starts, positions)
+        if rewritten is not None:
+            self._table.expire(slots[rewritten & (slots >= 0)])
         step_id = self._steps.next_id()
         task = WriteTask(f"write of step {step_id}", self._table.next_write_id(), slots)
         task.staged = record.stored
@@ -120,15 +136,17 @@ class StepIntake:
         task.copy_done = record.copy_done
         stored_slots = slots if slots.min() >= 0 else slots[slots >= 0]
         self._table.claim(tuple(staged.key for staged in task.staged), stored_slots, task.write_id)
+        if self._deferred.keys:
+            self._defer_rows(f"step {step_id}", task, record, layout.req_ids, rows, stored_slots)
         for read in reads:
             read.step_label = f"step {step_id}"
             self._planner.plan_again(read, stored_slots)
             for req_id in read.spans.keys() - set(layout.req_ids):  # started, but scheduled in a later step
-                self._requests.owe(req_id, self._requests.serial(req_id), read.owed_rows(req_id))
+                self._requests.owe(req_id, self._requests.serial(req_id), read.spans[req_id].positions)
         context = StepContext(
             step_id,
             layout.req_ids,
-            self._requests.serials(rows),
+            progress.serials(rows),
             starts,
             positions,
             slots,
@@ -139,28 +157,55 @@ class StepIntake:
         )
         slot.hold(context.holder)
         context.failed.update(self._refusals.unexpected(context.label, context.req_ids, rows, firsts))
+        context.promised_before = progress.promised_before(rows, firsts, ends)
+        draft_floors = ends
+        if layout.num_draft_tokens is not None and layout.num_draft_tokens.any():
+            context.num_draft_tokens = layout.num_draft_tokens.astype(np.int64)
+            draft_floors = ends - context.num_draft_tokens
         due = self._requests.missing.due() if carry_owed else []
         if due:
-            self._plan_owed(context, due)
+            self._plan_owed(context, due, firsts, ends)
         if hidden_needed:
             for read in context.reads:
-                context.failed.update(self._refusals.absent_hidden(context.label, read))
-        self._requests.promise(rows, positions[starts[1:] - 1] + 1)
+                context.failed.update(self._refusals.absent_hidden(context.label, read, context.req_ids))
+        progress.promise(rows, ends, draft_floors)
         self._steps.add(context)
         self._committer.enqueue(task)
+        if record.deferred is not None:
+            self._deferred.relieve_pressure(record.deferred.nbytes)
         return step_id
 
-    def _plan_owed(self, context: StepContext, due: list[str]) -> None:
-        """Let the step carry rows of earlier ones that were not delivered."""
+    def _defer_rows(
+        self,
+        step: str,
+        task: WriteTask,
+        record: StepRecord,
+        req_ids: tuple[str, ...],
+        rows: npt.NDArray[np.int64],
+        stored_slots: Slots,
+    ) -> None:
+        """Claim the rows that wait on the device; where some do not, older ones of their keys must not land later."""
+        if not self._deferred.keys.isdisjoint(record.immediate_keys):
+            self._deferred.force_all(f"rows of {step} that cannot wait")
+        if record.deferred is not None:
+            record.deferred.register(step, task.write_id, task.slots, req_ids)
+            self._table.claim(record.deferred.keys, stored_slots, task.write_id)
+            self._deferred.add(record.deferred, rows, self._requests.progress.serials(rows))
+
+    def _plan_owed(self, context: StepContext, due: list[str], firsts: Positions, ends: Positions) -> None:
+        """Let the step carry rows of earlier ones that were not delivered, as far as it computes or has computed them.
+
+        Rows that the step itself computes again are read back like the others: its writes are claimed already.
+        """
         requests = []
         for run in context.runs(tuple(due)):
             if run.req_id in context.failed or context.read_of(run.req_id) is not None:
                 continue
-            chunks = self._requests.missing.take(run.req_id)
-            positions = np.concatenate([chunk.positions for chunk in chunks])
-            slots = np.concatenate([self._table.still_held(chunk.slots, chunk.since) for chunk in chunks])
-            order = np.argsort(positions, kind="stable")
-            requests.append(ReadRequest(run.req_id, positions[order], slots[order], run.num_rows))
+            first, end = int(firsts[run.in_batch]), int(ends[run.in_batch])
+            positions = self._requests.missing.take_below(run.req_id, end)
+            if len(positions):
+                slots = self._table.still_held(*self._requests.slots(run.req_id, positions))
+                requests.append(ReadRequest(run.req_id, positions, slots, end - first))
         if requests:
             context.owed_read = self._planner.plan(context.label, requests)
             context.reads.append(context.owed_read)

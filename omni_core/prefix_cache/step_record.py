@@ -9,27 +9,59 @@ import torch
 
 from omni_core.backend import ByteCarver, DeviceBackend, Event, NoBackendForTensorError, Stream
 from omni_core.backend.memory import aligned_nbytes
+from omni_core.prefix_cache.device_ring import DeviceRing, RingTicket
 from omni_core.prefix_cache.leftovers import StagedLeftover, stage_leftover, tensors_of, with_views
 from omni_core.prefix_cache.staging import StagingSlot
 from omni_core.prefix_cache.step_inputs import StepInputs
-from omni_core.prefix_cache.task import StagedRows
+from omni_core.prefix_cache.task import DeferredRecord, RecordPart, StagedRows, WriteSchedule
 
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """Everything a step saved, as views of its staging page. Readable once `copy_done` has completed."""
+    """Everything a step saved, as views of its staging page.
+
+    Readable once `copy_done` has completed; deferred rows once their record is host-ready.
+    """
 
     rows: tuple[StagedRows, ...]
     """Outputs with a row per token."""
     stored_keys: frozenset[str]
+    immediate_keys: frozenset[str]
+    """Of these, the keys whose rows cross with the page; the others wait in `deferred`."""
     leftovers: tuple[StagedLeftover, ...]
     copy_done: Event | None
     """`None` if nothing had to cross from the device."""
+    deferred: DeferredRecord | None
+    """The step's deferred rows; `None` if it has none, or all cross with the page."""
 
     @property
     def stored(self) -> tuple[StagedRows, ...]:
-        """The rows that go into the pool."""
-        return tuple(staged for staged in self.rows if staged.key in self.stored_keys)
+        """The rows that go into the pool with the page."""
+        return tuple(staged for staged in self.rows if staged.key in self.immediate_keys)
+
+
+@dataclass(frozen=True, slots=True)
+class DeferredPlace:
+    """Room on the device for the deferred rows of one step."""
+
+    ring: DeviceRing
+    ticket: RingTicket
+    numbers: tuple[int, ...]
+    """Which of the step's token values are deferred, as indices."""
+
+
+def deferrable(inputs: StepInputs, backend: DeviceBackend) -> tuple[int, ...]:
+    """Indices of the token values that may wait on the device: of deferred keys, and lying there."""
+    return tuple(
+        number
+        for number, value in enumerate(inputs.token_values)
+        if value.schedule is WriteSchedule.JOIN_ON_FINISH and backend.owns(value.rows)
+    )
+
+
+def record_nbytes(inputs: StepInputs, deferred: tuple[int, ...]) -> int:
+    """Bytes of the device ring that these token values will take, alignment included."""
+    return sum(aligned_nbytes(inputs.token_values[number].rows.nbytes) for number in deferred)
 
 
 def step_nbytes(inputs: StepInputs) -> int:
@@ -65,12 +97,19 @@ def _check_device(key: str, tensor: torch.Tensor, backend: DeviceBackend) -> Non
 
 
 def record_step(
-    inputs: StepInputs, backend: DeviceBackend, slot: StagingSlot, ring: ByteCarver, stream: Stream
+    inputs: StepInputs,
+    backend: DeviceBackend,
+    slot: StagingSlot,
+    ring: ByteCarver,
+    stream: Stream,
+    place: DeferredPlace | None = None,
 ) -> StepRecord:
     """Clone a step's tensors into the snapshot ring and start their one copy to the page. Engine thread; never blocks.
 
     Values that already lie in host memory the backend does not own are copied at once, behind the device's part of the
-    page. The copy from the device is started last: nothing that can fail comes after it.
+    page. Token values that have a `place` are cloned there instead and get room at the page's end, for the case that
+    they are copied before the step is consumed. The copy from the device is started last: nothing that can fail comes
+    after it.
     """
     blocks: list[tuple[torch.Tensor, ...]] = [(value.rows,) for value in inputs.token_values]
 
@@ -81,7 +120,10 @@ def record_step(
     leftovers = [stage_leftover(leftover, stage) for leftover in inputs.leftovers]
     views = [block[0] for block in blocks]
     on_host = []
+    deferred = () if place is None else place.numbers
     for number, block in enumerate(blocks):
+        if number in deferred:
+            continue
         if backend.owns(block[0]):
             views[number] = _take(slot.host, block)
             if len(block) == 1:
@@ -97,12 +139,39 @@ def record_step(
             views[number].copy_(blocks[number][0])
         else:
             torch.cat(blocks[number], out=views[number])
+    stored_keys = immediate_keys = frozenset(value.key for value in inputs.token_values if value.stored)
+    record = None
+    if place is not None:
+        record = _defer(inputs, backend, slot, views, place)
+        immediate_keys = stored_keys.difference(record.keys)
     return StepRecord(
         rows=tuple(StagedRows(value.key, view) for value, view in zip(inputs.token_values, views, strict=False)),
-        stored_keys=frozenset(value.key for value in inputs.token_values if value.stored),
+        stored_keys=stored_keys,
+        immediate_keys=immediate_keys,
         leftovers=tuple(with_views(leftover, views) for leftover in leftovers),
         copy_done=backend.copy_to_host(device_part, ring.used(), stream) if ring.used_bytes else None,
+        deferred=record,
     )
+
+
+def _defer(
+    inputs: StepInputs,
+    backend: DeviceBackend,
+    slot: StagingSlot,
+    views: list[torch.Tensor],
+    place: DeferredPlace,
+) -> DeferredRecord:
+    """Clone deferred rows, each key once, and carve the same places in the page; one event says when they are there."""
+    carver = place.ring.carver(place.ticket)
+    page_start = slot.host.used_bytes
+    parts = []
+    for number in place.numbers:
+        value = inputs.token_values[number]
+        start = slot.host.used_bytes - page_start
+        views[number] = slot.host.take(value.rows.shape, value.rows.dtype)
+        backend.snapshot(value.rows, carver)
+        parts.append(RecordPart(value.key, start, start + value.rows.nbytes))
+    return DeferredRecord(tuple(parts), place.ticket, backend.current_stream().record(), slot, page_start)
 
 
 def _take(carver: ByteCarver, block: tuple[torch.Tensor, ...]) -> torch.Tensor:

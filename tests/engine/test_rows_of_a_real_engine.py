@@ -83,7 +83,8 @@ def test_every_row_of_a_finished_request_is_delivered_once_and_in_order(scenario
 
 def test_what_the_engine_skipped_is_delivered_too(scenario):
     for name, seen in served(scenario).items():
-        assert seen["rows"][HIDDEN] == seen["computed"] + seen["skipped"], name
+        if not name.startswith("crowd-"):  # preempted requests compute rows twice
+            assert seen["rows"][HIDDEN] == seen["computed"] + seen["skipped"], name
 
 
 def test_a_second_output_per_token_keeps_its_shape_and_comes_with_every_row(scenario):
@@ -142,24 +143,20 @@ def test_a_failing_sink_costs_its_request_only_and_never_the_generation(waves):
     assert waves["report"]["off_reason"] is None
 
 
-def test_a_preempted_and_resumed_request_is_failed_by_name_and_the_others_are_whole(waves):
+def test_preempted_and_resumed_requests_come_whole_and_once(waves):
     assert waves["preemptions"] >= 1
-    failures = waves["report"]["delivery"]["failures"]
-    assert failures
-    for req_id, reason in failures.items():
-        assert req_id.startswith("crowd-")
-        assert "resumed" in reason
-    crowd = [name for name in waves["requests"] if name.startswith("crowd-")]
-    assert {name for name in crowd if not waves["requests"][name]["delivered"]} == {
-        req_id.rsplit("-", 1)[0] for req_id in failures
-    }
-    assert any(ran_to_its_end(waves["requests"][name]) for name in crowd)
-    assert all(waves["requests"][name]["output_tokens"] == 260 for name in crowd)
+    assert waves["report"]["delivery"]["failures"] == {}
+    crowd = [seen for name, seen in waves["requests"].items() if name.startswith("crowd-")]
+    assert len(crowd) == 4
+    for seen in crowd:
+        assert ran_to_its_end(seen)
+        assert seen["output_tokens"] == 260
+        assert seen["ranges"] == [[0, 100 + 260 - 1]]
 
 
 def test_only_the_requests_that_had_to_are_unserved(waves, chunked):
     unserved = {name for name, seen in waves["requests"].items() if not seen["delivered"]}
-    assert {name for name in unserved if not name.startswith("crowd-")} == UNSERVED
+    assert unserved == UNSERVED
     assert {name for name, seen in chunked["requests"].items() if not seen["delivered"]} == {"early"}
 
 

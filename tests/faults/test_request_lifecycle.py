@@ -6,7 +6,7 @@ import pytest
 from cache_rig import more, new
 from row_values import assert_rows
 
-from omni_core.prefix_cache.errors import CacheFailedError, LifecycleUnsupportedError
+from omni_core.prefix_cache.errors import CacheFailedError, RequestEventError
 from omni_core.prefix_cache.events import RequestEvent, RequestEventKind
 from omni_core.sinks.base import RequestEnd, SinkDelivery, SinkRequestEnd
 from omni_core.sinks.errors import UnknownRequestError
@@ -34,7 +34,7 @@ def test_fault_025_a_resumed_request_without_blocks_fails_alone(rig):
     step = rig.step(more("A", blocks=[5]), more("B", blocks=[6]), more("C", blocks=[7]), events=[resumed])
     taken = rig.take(step)
     assert set(taken.failed) == {"A"}
-    assert isinstance(taken.failed["A"], LifecycleUnsupportedError)
+    assert isinstance(taken.failed["A"], RequestEventError)
     assert "no block list" in str(taken.failed["A"])
     assert_rows(taken["B"], ("B", 4, 5))
     assert_rows(taken["C"], ("C", 4, 5))

@@ -20,7 +20,9 @@ def vllm_config(**changed):
     """A stage that the gate lets through, with `changed` parts."""
     parts = {
         "cache_config": SimpleNamespace(enable_prefix_caching=True, block_size=32, kv_sharing_fast_prefill=False),
-        "parallel_config": SimpleNamespace(decode_context_parallel_size=1, prefill_context_parallel_size=1),
+        "parallel_config": SimpleNamespace(
+            decode_context_parallel_size=1, prefill_context_parallel_size=1, data_parallel_size_local=1
+        ),
         "scheduler_config": SimpleNamespace(policy="fcfs", max_num_batched_tokens=256),
         "kv_transfer_config": None,
         "speculative_config": None,

@@ -29,6 +29,10 @@ class Run:
     blocks: tuple = ()
     hit: int | None = None
     at: int | None = None
+    kind: RequestEventKind = RequestEventKind.STARTED
+    known: int = 0
+    drafts: int = 0
+    content: str | None = None
 
     @property
     def is_new(self):
@@ -40,9 +44,19 @@ def new(req_id, blocks, hit=0, run=4):
     return Run(req_id, run, tuple(blocks), hit)
 
 
-def more(req_id, run=1, blocks=(), at=None):
-    """A live request goes on; `blocks` are appended to its table."""
-    return Run(req_id, run, tuple(blocks), None, at)
+def more(req_id, run=1, blocks=(), at=None, drafts=0):
+    """A live request goes on; `blocks` are appended to its table. The last `drafts` rows are of draft tokens."""
+    return Run(req_id, run, tuple(blocks), None, at, drafts=drafts)
+
+
+def back(req_id, blocks, hit=0, run=4, known=0):
+    """A preempted request comes back: its whole new table, its fresh hit, its rows this step."""
+    return Run(req_id, run, tuple(blocks), hit, kind=RequestEventKind.RESUMED, known=known)
+
+
+def replaced(req_id, blocks, hit=0, run=4, content=None):
+    """A request's content changes: its whole table, the tokens it keeps. `content`: whose rows it computes from now."""
+    return Run(req_id, run, tuple(blocks), hit, kind=RequestEventKind.REPLACED, content=content)
 
 
 @dataclass(frozen=True)
@@ -53,6 +67,8 @@ class Batched:
     first: int
     last: int
     slots: tuple
+    drafts: int
+    content: str
 
     @property
     def positions(self):
@@ -96,6 +112,7 @@ class CacheRig:
         self._layout = None
         self._tables = {}
         self._computed = {}
+        self._contents = {}
 
     # -- what an engine does
 
@@ -107,6 +124,7 @@ class CacheRig:
         for req_id in (*finish, *abort):
             self._tables.pop(req_id, None)
             self._computed.pop(req_id, None)
+            self._contents.pop(req_id, None)
         told += self.schedule(*runs)
         self.cache.new_step_starts(
             StepEvents(tuple(told), tuple(BlockCopy(source, destination) for source, destination in copies))
@@ -125,14 +143,18 @@ class CacheRig:
             if run.is_new:
                 self._tables[run.req_id] = list(run.blocks)
                 self._computed[run.req_id] = run.hit
-                told.append(RequestEvent(RequestEventKind.STARTED, run.req_id, run.blocks, run.hit, run.run))
+                if run.content is not None:
+                    self._contents[run.req_id] = run.content
+                told.append(RequestEvent(run.kind, run.req_id, run.blocks, run.hit, run.run, run.known))
             elif run.blocks:
                 self._tables[run.req_id] += run.blocks
                 told.append(RequestEvent(RequestEventKind.EXTENDED, run.req_id, run.blocks))
             first = self._computed[run.req_id] if run.at is None else run.at
             last = first + run.run
             self._computed[run.req_id] = last
-            self.batch.append(Batched(run.req_id, first, last, self.slots_of(run.req_id, first, last)))
+            content = self._contents.get(run.req_id, run.req_id)
+            slots = self.slots_of(run.req_id, first, last)
+            self.batch.append(Batched(run.req_id, first, last, slots, run.drafts, content))
         return told
 
     def slots_of(self, req_id, first, last):
@@ -155,12 +177,13 @@ class CacheRig:
             np.cumsum([0, *lengths]),
             np.array([position for item in self.batch for position in item.positions], np.int64),
             np.array([slot for item in self.batch for slot in item.slots], np.int64),
+            np.array([item.drafts for item in self.batch]) if any(item.drafts for item in self.batch) else None,
         )
 
     def rows(self, key=HIDDEN_KEY, pad=0):
         """The forward's output `key` for the step under way, with `pad` rows of -1 behind the real ones."""
         trailing, dtype = self.keys[key]
-        parts = [row_values(item.req_id, item.positions, key, trailing, dtype) for item in self.batch]
+        parts = [row_values(item.content, item.positions, key, trailing, dtype) for item in self.batch]
         return torch.cat([*parts, torch.full((pad, *trailing), -1).to(dtype)])
 
     def save(self, outputs=None, *, hidden=True, keys=None, pad=0, layout=None, padded=None):
@@ -186,13 +209,13 @@ class CacheRig:
         self.begin(*runs, finish=finish, abort=abort, copies=copies, events=events)
         return self.save(**saving)
 
-    def take(self, step_id, *req_ids):
+    def take(self, step_id, *req_ids, counts=None):
         """Materialise a step for `req_ids`; without any, for all requests of the step under way."""
-        return self.cache.materialize(step_id, req_ids or [item.req_id for item in self.batch])
+        return self.cache.materialize(step_id, req_ids or [item.req_id for item in self.batch], counts)
 
-    def run(self, *runs, **options):
+    def run(self, *runs, counts=None, **options):
         """A whole step whose rows are taken at once."""
-        return self.take(self.step(*runs, **options))
+        return self.take(self.step(*runs, **options), counts=counts)
 
     def _give_layout(self):
         self.layout_calls += 1

@@ -49,7 +49,10 @@ def assert_rows(rows, *pieces, key=HIDDEN_KEY, trailing=(3,), dtype=torch.float3
     """`rows` (a `RequestRows`) holds for `key` exactly these pieces: `(who computed it, start, stop)`, in order."""
     assert rows.ranges_of(key) == merged_ranges(pieces)
     expected = torch.cat(
-        [row_values(req_id, range(first, last), key, trailing, dtype) for req_id, first, last in pieces]
+        [
+            torch.zeros((0, *trailing), dtype=dtype),
+            *(row_values(req_id, range(first, last), key, trailing, dtype) for req_id, first, last in pieces),
+        ]
     )
     found = rows[key]
     assert found.dtype == dtype

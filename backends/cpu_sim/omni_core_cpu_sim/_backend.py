@@ -17,11 +17,13 @@ from omni_core.backend.errors import (
     BackendOptionError,
     DeviceWaitTimeoutError,
 )
+from omni_core.backend.observer import DeviceObserver
 from omni_core.runtime import Runtime
+from omni_core_cpu_sim._copier import Copier, CopyCost
 from omni_core_cpu_sim._gate import CopyGate
 from omni_core_cpu_sim._graph import CaptureSizePadding
 from omni_core_cpu_sim._memory import MemoryBooks, SimPinnedArena, SimSnapshotRing, poisoned_buffer
-from omni_core_cpu_sim._streams import CallerStream, CopyCost, WorkerStream
+from omni_core_cpu_sim._streams import CallerStream, WorkerStream
 
 
 class CpuSimBackend(DeviceBackend):
@@ -39,6 +41,7 @@ class CpuSimBackend(DeviceBackend):
         report_arenas_as_pinned: `True` makes arenas and `capabilities` say what a device with pinned memory says, so
             that a caller's accounting can be tested. Nothing is page-locked either way.
         close_timeout_s: how long closing a stream, or the backend, waits for queued work.
+        observer: told of every copy, event and allocation; may make them fail.
 
     Raises:
         BackendOptionError: an option is out of range; the message names it, its value and the rule.
@@ -58,6 +61,7 @@ class CpuSimBackend(DeviceBackend):
         max_pinned_bytes: int | None = None,
         report_arenas_as_pinned: bool = False,
         close_timeout_s: float = 10.0,
+        observer: DeviceObserver | None = None,
     ) -> None:
         super().__init__(runtime)
         _check_number("copy_latency_s", copy_latency_s)
@@ -67,13 +71,15 @@ class CpuSimBackend(DeviceBackend):
         if max_pinned_bytes is not None:
             _check_integer("max_pinned_bytes", max_pinned_bytes, at_least=0)
         _check_number("close_timeout_s", close_timeout_s)
-        self._cost = CopyCost(copy_latency_s, copy_bandwidth_bytes_per_s, copy_parts)
         self._pin_seconds_per_byte = pin_seconds_per_byte
         self._max_pinned_bytes = max_pinned_bytes
         self._report_arenas_as_pinned = report_arenas_as_pinned
         self._close_timeout_s = close_timeout_s
+        self._observer = observer
         self._gate = CopyGate(runtime)
-        self._books = MemoryBooks(runtime, self._name_of_stream_using)
+        cost = CopyCost(copy_latency_s, copy_bandwidth_bytes_per_s, copy_parts)
+        self._copier = Copier(runtime, self._gate, cost, observer)
+        self._books = MemoryBooks(runtime, self._name_of_stream_using, observer)
         self._caller_stream = CallerStream(close_timeout_s)
         self._lock = runtime.lock("cpu_sim.backend")
         self._streams: tuple[WorkerStream, ...] = ()
@@ -131,7 +137,8 @@ class CpuSimBackend(DeviceBackend):
         )
 
     def bind_thread(self) -> None:
-        return None
+        if self._observer is not None:
+            self._observer.thread_bound()
 
     def current_stream(self) -> Stream:
         return self._caller_stream
@@ -144,7 +151,7 @@ class CpuSimBackend(DeviceBackend):
         """
         with self._lock:
             self._refuse_if_closed("new_stream")
-        stream = WorkerStream(name, self._runtime, self._gate, self._cost, self._close_timeout_s, self._forget)
+        stream = WorkerStream(name, self._runtime, self._copier, self._close_timeout_s, self._forget)
         with self._lock:
             closed_meanwhile = self._closed
             if not closed_meanwhile:
@@ -166,6 +173,8 @@ class CpuSimBackend(DeviceBackend):
             raise ValueError(f"pinned_arena: nbytes={nbytes} must be at least 1")
         with self._lock:
             self._refuse_if_closed("pinned_arena")
+        if self._observer is not None:
+            self._observer.arena_wanted(nbytes)
         self._books.reserve_pinned(nbytes, self._max_pinned_bytes)
         try:
             buffer = poisoned_buffer(nbytes, f"pinned_arena({nbytes}) with max_pinned_bytes={self._max_pinned_bytes}")
@@ -190,6 +199,8 @@ class CpuSimBackend(DeviceBackend):
             raise ValueError(f"snapshot_ring: cpu_sim owns {self.device_type!r} tensors, not {device}")
         with self._lock:
             self._refuse_if_closed("snapshot_ring")
+        if self._observer is not None:
+            self._observer.ring_wanted(depth * nbytes)
         return self._books.add_ring(
             tuple(poisoned_buffer(nbytes, f"snapshot_ring({depth}, {nbytes})") for _ in range(depth))
         )

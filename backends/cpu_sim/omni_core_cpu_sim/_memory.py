@@ -10,6 +10,7 @@ import torch
 from omni_core.backend.base import PinnedArena, SnapshotRing
 from omni_core.backend.errors import BackendError
 from omni_core.backend.memory import ByteCarver
+from omni_core.backend.observer import ByteRange, DeviceObserver
 from omni_core.runtime import Runtime
 
 POISON_BYTE = 0xFF
@@ -36,11 +37,15 @@ class MemoryBooks:
     Args:
         runtime: makes the lock.
         user_of: names the stream whose queued work still uses the storage at an address, or `None`.
+        observer: told of arenas.
     """
 
-    def __init__(self, runtime: Runtime, user_of: Callable[[int], str | None]) -> None:
+    def __init__(
+        self, runtime: Runtime, user_of: Callable[[int], str | None], observer: DeviceObserver | None = None
+    ) -> None:
         self._lock = runtime.lock("cpu_sim.memory")
         self._user_of = user_of
+        self._observer = observer
         self._arenas: dict[int, SimPinnedArena] = {}
         self._rings: dict[int, SimSnapshotRing] = {}
         self._pinned_bytes = 0
@@ -97,6 +102,8 @@ class MemoryBooks:
         with self._lock:
             self._arenas[arena.address] = arena
             self._pinned_allocations += 1
+        if self._observer is not None:
+            self._observer.arena_made(ByteRange.of(buffer))
         return arena
 
     def remove_arena(self, arena: SimPinnedArena, nbytes: int) -> None:
@@ -107,8 +114,11 @@ class MemoryBooks:
         """
         self._refuse_if_used("pinned arena", arena.address, nbytes)
         with self._lock:
-            if self._arenas.pop(arena.address, None) is not None:
+            struck = self._arenas.pop(arena.address, None) is not None
+            if struck:
                 self._pinned_bytes -= nbytes
+        if struck and self._observer is not None:
+            self._observer.arena_closed(ByteRange(arena.address, arena.address + nbytes))
 
     def add_ring(self, buffers: tuple[torch.Tensor, ...]) -> SimSnapshotRing:
         """Enter a ring over `buffers`."""

@@ -6,81 +6,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 
 from omni_core.backend.base import Event, Stream
 from omni_core.backend.errors import BackendError, DeviceCopyError, DeviceWaitTimeoutError
+from omni_core.backend.observer import ObservedCopy
 from omni_core.runtime import Runtime
-from omni_core_cpu_sim._gate import CopyGate
-
-
-@dataclass(frozen=True, slots=True)
-class CopyCost:
-    """What a simulated copy costs, in time of the runtime's clock."""
-
-    latency_s: float
-    """Seconds before the first byte moves."""
-    bandwidth_bytes_per_s: float
-    """0: bytes cost no time."""
-    parts: int
-    """Pieces a copy is made in; the destination is half written between them."""
-
-    def seconds_for(self, nbytes: int) -> float:
-        """Seconds that `nbytes` cost beyond the latency."""
-        return nbytes / self.bandwidth_bytes_per_s if self.bandwidth_bytes_per_s else 0.0
-
-
-class CompletedEvent(Event):
-    """The event of a stream whose work is done when it is queued."""
-
-    def query(self) -> bool:
-        return True
-
-    def synchronize(self, timeout_s: float) -> None:
-        return None
-
-
-class StreamEvent(Event):
-    """A position in one stream's queue; complete when the worker has passed it."""
-
-    __slots__ = ("_failure", "_failure_cause", "_stream", "_ticket")
-
-    def __init__(self, stream: WorkerStream, ticket: int) -> None:
-        self._stream = stream
-        self._ticket = ticket
-        self._failure: str | None = None
-        self._failure_cause: Exception | None = None
-
-    def move_to(self, ticket: int) -> None:
-        """Set the number of work items the event comes after. Before anyone else has the event."""
-        self._ticket = ticket
-
-    def fail(self, message: str, cause: Exception) -> None:
-        """Keep the first failure of the work before the event. Worker only, before the event completes."""
-        if self._failure is None:
-            self._failure = message
-            self._failure_cause = cause
-
-    def query(self) -> bool:
-        if not self._stream.has_passed(self._ticket):
-            return False
-        self._raise_failure()
-        return True
-
-    def synchronize(self, timeout_s: float) -> None:
-        self._stream.wait_for_host(self._ticket, timeout_s)
-        self._raise_failure()
-
-    def wait_on_worker(self) -> None:
-        """Block a stream's worker until the event is complete. A failure orders like success."""
-        self._stream.wait_for_worker(self._ticket)
-
-    def _raise_failure(self) -> None:
-        if self._failure is not None:
-            raise DeviceCopyError(self._failure) from self._failure_cause
+from omni_core_cpu_sim._copier import Copier
+from omni_core_cpu_sim._events import CompletedEvent, StreamEvent
 
 
 class _Work(ABC):
@@ -107,17 +41,21 @@ class _Wait(_Work):
 
 
 class _Copy(_Work):
-    __slots__ = ("_event", "_next_record", "_stream", "_tensors")
+    __slots__ = ("_copier", "_event", "_next_record", "_observed", "_stream_name", "_tensors")
 
     def __init__(
         self,
-        stream: WorkerStream,
+        copier: Copier,
+        stream_name: str,
         event: StreamEvent,
         next_record: StreamEvent,
         destination: torch.Tensor,
         source: torch.Tensor,
+        observed: ObservedCopy | None,
     ) -> None:
-        self._stream = stream
+        self._copier = copier
+        self._stream_name = stream_name
+        self._observed = observed
         self._event = event
         self._next_record = next_record
         self._tensors: tuple[torch.Tensor, torch.Tensor] | None = (destination, source)
@@ -125,19 +63,22 @@ class _Copy(_Work):
     def run(self) -> None:
         if self._tensors is None:
             return
+        failure: Exception | None = None
         try:
-            self._stream.copy_now(*self._tensors)
+            self._copier.copy(*self._tensors, self._observed)
         except Exception as error:
+            failure = error
             # A traceback would keep the tensors of its frames alive as long as the event.
             error.__traceback__ = None
             destination = self._tensors[0]
             message = (
                 f"copy of {destination.numel() * destination.element_size()} bytes to host on stream "
-                f"{self._stream.name!r} failed: {type(error).__name__}: {error}"
+                f"{self._stream_name!r} failed: {type(error).__name__}: {error}"
             )
             self._event.fail(message, error)
             self._next_record.fail(message, error)
             del destination
+        self._copier.tell_ended(self._observed, failure)
         # Large sources are freed here, not under the stream's lock.
         self._tensors = None
 
@@ -152,8 +93,7 @@ class WorkerStream(Stream):
     Args:
         name: for diagnostics.
         runtime: makes the worker, the lock and the waits.
-        gate: what every copy passes first.
-        cost: what a copy costs.
+        copier: makes the copies.
         close_timeout_s: how long `close` waits for the queued work.
         on_closed: called once, when the worker has ended.
     """
@@ -162,17 +102,16 @@ class WorkerStream(Stream):
         self,
         name: str,
         runtime: Runtime,
-        gate: CopyGate,
-        cost: CopyCost,
+        copier: Copier,
         close_timeout_s: float,
         on_closed: Callable[[WorkerStream], None],
     ) -> None:
         self._name = name
         self._runtime = runtime
-        self._gate = gate
-        self._cost = cost
+        self._copier = copier
         self._close_timeout_s = close_timeout_s
         self._on_closed = on_closed
+        self._copies_queued = 0
         self._lock = runtime.lock(f"cpu_sim.stream.{name}")
         self._arrived = runtime.condition(self._lock, f"cpu_sim.stream.{name}.arrived")
         self._progressed = runtime.condition(self._lock, f"cpu_sim.stream.{name}.progressed")
@@ -198,6 +137,7 @@ class WorkerStream(Stream):
             event = self._next_record
             event.move_to(self._queued_count)
             self._next_record = StreamEvent(self, 0)
+            self._copier.tell_recorded(event)
         return event
 
     def wait(self, event: Event) -> None:
@@ -205,6 +145,7 @@ class WorkerStream(Stream):
             return
         if not isinstance(event, StreamEvent):
             raise TypeError(f"stream {self._name!r} of cpu_sim cannot wait for a {type(event).__name__}")
+        self._copier.tell_waited(event, self._name)
         with self._lock:
             self._refuse_if_closing("wait")
             self._append(_Wait(event))
@@ -214,7 +155,10 @@ class WorkerStream(Stream):
         with self._lock:
             self._refuse_if_closing("copy_to_host")
             event = StreamEvent(self, self._queued_count + 1)
-            self._append(_Copy(self, event, self._next_record, destination, source))
+            observed = self._copier.tell_queued(self._copies_queued, self._name, destination, source)
+            self._copies_queued += 1
+            self._copier.tell_recorded(event)
+            self._append(_Copy(self._copier, self._name, event, self._next_record, destination, source, observed))
         return event
 
     def close(self) -> None:
@@ -278,32 +222,13 @@ class WorkerStream(Stream):
         with self._lock:
             self._progressed.wait_for(lambda: self._passed_count >= ticket, None)
 
-    def copy_now(self, destination: torch.Tensor, source: torch.Tensor) -> None:
-        """Make one copy at its simulated cost. Worker only."""
-        failure = self._gate.admit()
-        if failure is not None:
-            raise failure
-        cost = self._cost
-        if cost.latency_s:
-            self._runtime.sleep(cost.latency_s)
-        if cost.parts == 1:
-            self._copy_part(destination, source)
-            return
-        flat_destination = destination.view(-1)
-        flat_source = source.view(-1)
-        count = flat_source.numel()
-        bounds = [count * part // cost.parts for part in range(cost.parts + 1)]
-        for start, end in pairwise(bounds):
-            self._copy_part(flat_destination[start:end], flat_source[start:end])
+    def tell_queried(self, event: Event) -> None:
+        """A thread asks whether an event of this stream is complete."""
+        self._copier.tell_queried(event)
 
-    def _copy_part(self, destination: torch.Tensor, source: torch.Tensor) -> None:
-        # Time passes before the bytes move: whoever reads without waiting finds the old ones.
-        seconds = self._cost.seconds_for(source.numel() * source.element_size())
-        if seconds:
-            self._runtime.sleep(seconds)
-        self._runtime.checkpoint("cpu_sim.copy.before_part")
-        destination.copy_(source)
-        self._runtime.checkpoint("cpu_sim.copy.after_part")
+    def tell_waited(self, event: Event) -> None:
+        """A thread is about to wait for an event of this stream."""
+        self._copier.tell_waited(event)
 
     def _append(self, work: _Work) -> None:
         self._queue.append(work)
@@ -319,7 +244,7 @@ class WorkerStream(Stream):
 
     def _backlog(self) -> str:
         left = self._queued_count - self._passed_count
-        held = "; copies are held by backend.copy_gate, release them" if self._gate.held else ""
+        held = "; copies are held by backend.copy_gate, release them" if self._copier.held else ""
         return f"{left} of {self._queued_count} queued items are not done{held}"
 
     def _work(self) -> None:

@@ -333,6 +333,8 @@ class StageBuilder:
         if ledger.closed_by is not None:
             return
         for piece in pieces_of(rows):
+            if not piece.ranges and not piece.leftovers:
+                continue  # a step that only computed rows again, after a preemption
             delivery = SinkDelivery(
                 req_id=req_id,
                 client_req_id=ledger.client_req_id,

@@ -85,4 +85,5 @@ def cache_config(settings: OmniSettings, vllm_config: Any, *, num_blocks: int, b
         extra_row_bytes=settings.extra_row_bytes,
         staging_claim_timeout_s=settings.staging_claim_timeout_s,
         join_timeout_s=settings.join_timeout_s,
+        caches_per_host=max(1, vllm_config.parallel_config.data_parallel_size_local),
     )

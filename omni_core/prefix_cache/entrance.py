@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lets requests in: those that start, those that come back, and those whose content was replaced."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from omni_core.prefix_cache.errors import (
+    ContentReplacedError,
+    LifecycleError,
+    RequestError,
+    RequestEventError,
+    RequestNotStartedError,
+)
+from omni_core.prefix_cache.event_digest import EnteringRequest
+from omni_core.prefix_cache.events import RequestEventKind
+from omni_core.prefix_cache.owed import Positions
+from omni_core.prefix_cache.reads import ReadRequest
+from omni_core.prefix_cache.refusals import RequestRefusals
+from omni_core.prefix_cache.requests import RequestTable
+from omni_core.prefix_cache.slot_table import SlotTable
+from omni_core.prefix_cache.step_context import OpenSteps
+
+
+class RequestEntrance:
+    """Decides which rows of its hit an entering request still has to get. Every method needs the state lock.
+
+    vLLM announces a preempted request that comes back in two ways: as resumed (V1 runner), or as new while it is live
+    (V2 runner). The next chunk of a streamed prompt comes the second way, too, with its own tokens as its hit. All are
+    one case here: what was promised before is not promised again.
+    """
+
+    def __init__(self, table: SlotTable, requests: RequestTable, refusals: RequestRefusals, steps: OpenSteps) -> None:
+        self._table = table
+        self._requests = requests
+        self._refusals = refusals
+        self._steps = steps
+
+    def enter(self, request: EnteringRequest) -> ReadRequest | None:
+        """Take the request in; returns what has to be read for it, if anything."""
+        req_id = request.req_id
+        if request.kind is RequestEventKind.REPLACED and req_id in self._requests:
+            self._drop_version(req_id)
+        if req_id in self._requests:
+            return self._resume(request)
+        if request.kind is RequestEventKind.RESUMED:
+            self._refusals.refuse(
+                RequestNotStartedError(
+                    req_id, "was resumed, but was never started (or was forgotten by reset); run it again"
+                )
+            )
+            return None
+        withheld = self._withheld(request)
+        self._requests.start(req_id, request.block_ids, request.hit, self._table.last_id, withheld)
+        return self._read(request, np.arange(request.hit, dtype=np.int64))
+
+    def _drop_version(self, req_id: str) -> None:
+        serial = self._requests.serial(req_id)
+        for context in self._steps.with_request(req_id):
+            if int(context.serials[context.req_ids.index(req_id)]) == serial:
+                context.failed[req_id] = ContentReplacedError(
+                    req_id,
+                    f"{context.label} computed rows of a content that was replaced since; they are dropped, "
+                    "the new version's rows come with its own steps",
+                )
+        self._requests.replace(req_id)
+
+    def _resume(self, request: EnteringRequest) -> ReadRequest | None:
+        req_id, hit = request.req_id, request.hit
+        error = self._contradiction(request)
+        if error is not None:
+            self._refusals.refuse(error)
+            return None
+        progress, row = self._requests.progress, self._requests.row(req_id)
+        if progress.has_unsettled_drafts(row):
+            progress.settle_drafts(row, request.num_known_tokens - 1)
+        promised = self._requests.promised_upto(req_id)
+        withheld = self._withheld(request)
+        self._requests.resume(req_id, request.block_ids, hit, self._table.last_id, withheld)
+        if hit <= promised or self._requests.error(req_id) is not None:
+            return None
+        positions = np.arange(promised, hit, dtype=np.int64)
+        if req_id in self._requests.missing.due():
+            positions = np.concatenate((self._requests.missing.take_below(req_id, promised), positions))
+        return self._read(request, positions)
+
+    def _contradiction(self, request: EnteringRequest) -> RequestError | None:
+        if not request.block_ids:
+            return RequestEventError(
+                request.req_id, "entered again while live without a block list; announce its whole block table"
+            )
+        row = self._requests.row(request.req_id)
+        if self._requests.progress.has_unsettled_drafts(row) and request.num_known_tokens == 0:
+            return LifecycleError(
+                request.req_id,
+                "was resumed right after a step with draft tokens, and its event does not say how many of them were "
+                "accepted; give num_known_tokens",
+            )
+        return None
+
+    def _read(self, request: EnteringRequest, positions: Positions) -> ReadRequest | None:
+        if len(positions) == 0:
+            return None
+        slots = self._table.still_held(*self._requests.slots(request.req_id, positions))
+        return ReadRequest(request.req_id, positions, slots, request.num_scheduled_tokens)
+
+    def _withheld(self, request: EnteringRequest) -> npt.NDArray[np.bool_]:
+        """For each block of its hit, whether the rows there may be of another content than the request's."""
+        blocks = request.hit_slots[:: self._table.block_size] // self._table.block_size
+        return self._table.withheld(blocks, request.hit_digests, self._requests.life(request.req_id))
