@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from omni_core.backend import DeviceBackend, DeviceCopyError, Event
+from omni_core.backend import DeviceBackend, DeviceCopyError, DeviceWaitTimeoutError, Event
 from omni_core.prefix_cache.state import CacheState
 from omni_core.runtime import Runtime
 
@@ -53,24 +53,26 @@ class AbandonedCopies:
             copies = tuple(self._copies)
         for abandoned in copies:
             try:
-                if not abandoned.copy_done.query() and not (wait_s and self._await(abandoned.copy_done, wait_s)):
-                    continue
+                ended = abandoned.copy_done.query() or (wait_s > 0 and self._await(abandoned.copy_done, wait_s))
             except DeviceCopyError as error:
                 logger.warning("a copy into %s that nobody waits for failed: %s", abandoned.where, error)
+                ended = True
+            except BaseException as error:  # whether the copy has ended cannot be told now, and the thread must go on
+                logger.debug("a copy into %s that nobody waits for is still running: %s", abandoned.where, error)
+                ended = False
+                if wait_s:
+                    self._runtime.sleep(wait_s)
+            if not ended:
+                continue
             with self._state.lock:
                 self._copies.remove(abandoned)
                 abandoned.give_back()
                 self._state.progress.notify_all()
 
     def _await(self, copy_done: Event, wait_s: float) -> bool:
+        self.bind_thread()
         try:
-            self.bind_thread()
             copy_done.synchronize(wait_s)
-        except DeviceCopyError:
-            raise
-        except Exception as error:  # whether the copy has ended cannot be told now, and the thread must go on
-            logger.debug("a copy that nobody waits for is still running: %s", error)
-            if not self._bound:
-                self._runtime.sleep(wait_s)
+        except DeviceWaitTimeoutError:
             return False
         return True

@@ -68,12 +68,12 @@ class UnacknowledgedRows:
         with self._state.lock:
             late = self._released and not chosen.isdisjoint(self._waiting)
             if not late:
-                for req_id in chosen:
-                    rows = self._waiting.pop(req_id, None)
-                    if rows is not None:
-                        self._counts.rows += len(rows.positions)
-                        self._counts.rows_from_hits += rows.num_from_hits
-                self._requests.missing.delivered(chosen)
+                arrived = chosen & self._waiting.keys()
+                for req_id in arrived:
+                    rows = self._waiting.pop(req_id)
+                    self._counts.rows += len(rows.positions)
+                    self._counts.rows_from_hits += rows.num_from_hits
+                self._requests.missing.delivered(arrived)
         if late:
             raise StepOrderError(
                 f"{self._step}: its outputs were released before they were acknowledged, so their rows are owed again; "

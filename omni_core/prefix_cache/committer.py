@@ -74,6 +74,12 @@ class Committer:
         """Whether immediate writes up to `write_id` and deferred records up to `record_id` are in the pool."""
         return self.landed_upto >= write_id and self._deferred.landed_upto >= record_id
 
+    def have_ended(self, write_id: int, record_id: int) -> bool:
+        """The same, and the tasks that brought them have ended: nothing is held for them any more."""
+        task = self._current
+        ending = task is not None and bool(task.records) and task.records[0].write_id <= record_id
+        return self.have_landed(write_id, record_id) and not ending
+
     def enqueue(self, task: WriteTask) -> None:
         """Queue a claimed write. Immediate writes and block copies are queued in the order of their ids."""
         task.transition(TaskState.QUEUED)

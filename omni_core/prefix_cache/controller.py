@@ -25,7 +25,7 @@ from omni_core.prefix_cache.slot_table import SlotTable
 from omni_core.prefix_cache.staging import StagingBufferPool, StagingSlot
 from omni_core.prefix_cache.state import CacheState
 from omni_core.prefix_cache.step_inputs import StepInputs
-from omni_core.prefix_cache.step_record import DeferredPlace, StepRecord, deferrable, record_nbytes, record_step
+from omni_core.prefix_cache.step_record import DeferredPlace, StepRecord, deferrable, record_step
 from omni_core.runtime import Runtime
 
 logger = logging.getLogger(__name__)
@@ -130,11 +130,8 @@ class OmniPrefixCacheController:
 
     def _charge(self, memory: DeferredMemory, inputs: StepInputs) -> DeferredPlace | None:
         """Room on the device for a step's deferred rows; `None` if there are none, or not room for all of them."""
-        numbers = deferrable(inputs, self._backend)
-        if not numbers:
-            return None
-        nbytes = record_nbytes(inputs, numbers)
-        if nbytes > memory.max_record_bytes:
+        numbers, nbytes = deferrable(inputs, self._backend)
+        if not numbers or nbytes > memory.max_record_bytes:
             return None
         with self._state.lock:
             ticket = memory.ring.try_charge(nbytes)

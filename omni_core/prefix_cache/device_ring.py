@@ -10,6 +10,9 @@ import torch
 from omni_core.backend import ByteCarver, DeviceBackend
 from omni_core.backend.memory import CARVE_ALIGNMENT_BYTES
 
+_MAX_CARVERS = 512
+"""Places whose views are kept; records of ever new sizes come to ever new places."""
+
 
 class RingTicket:
     """One record's charged bytes of the ring, in one piece. Given back exactly once."""
@@ -39,7 +42,7 @@ class DeviceRing:
         self._ring = backend.snapshot_ring(1, self.capacity_bytes, device)
         with torch.inference_mode(False):
             self._arena = self._ring.slot(0).take((self.capacity_bytes,), torch.uint8)
-            self._carver = ByteCarver(self._arena)
+        self._carvers: dict[int, ByteCarver] = {}
         self._tickets: deque[RingTicket] = deque()
         self._end = 0
         self.charged_bytes = 0
@@ -83,9 +86,17 @@ class DeviceRing:
             self._tickets.popleft()
 
     def carver(self, ticket: RingTicket) -> ByteCarver:
-        """Carves the ticket's bytes, from their first. Engine thread; valid until the next call."""
-        self._carver.restart(ticket.start)
-        return self._carver
+        """Carves the ticket's bytes, from their first. Engine thread; valid until the next call.
+
+        Records of a decode phase are alike and come round to the same places; a carver keeps the views it has made.
+        """
+        carver = self._carvers.get(ticket.start)
+        if carver is None:
+            if len(self._carvers) == _MAX_CARVERS:
+                self._carvers.clear()
+            carver = self._carvers[ticket.start] = ByteCarver(self._arena)
+        carver.restart(ticket.start)
+        return carver
 
     def view(self, ticket: RingTicket) -> torch.Tensor:
         """uint8 device tensor `(nbytes,)`: what was carved for the ticket. Any thread."""

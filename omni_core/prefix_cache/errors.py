@@ -82,10 +82,6 @@ class UnknownKeyError(OmniPrefixCacheError, KeyError):
         return RuntimeError.__str__(self)
 
 
-class FeatureUnsupportedError(OmniPrefixCacheError):
-    """A declared feature is not supported by this version, by name."""
-
-
 class OmniPrefixCacheStagingTimeoutError(OmniPrefixCacheError, TimeoutError):
     """No staging slot became free in time; names the steps and tasks that hold them."""
 

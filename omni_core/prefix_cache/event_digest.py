@@ -87,7 +87,9 @@ def digest_events(events: StepEvents, table: SlotTable) -> EventDigest:
             refused[event.req_id] = error
             continue
         if event.block_digests:
-            known.update(zip(event.block_ids[kept:], event.block_digests[kept:], strict=True))
+            # The block the hit ends inside is the request's own to fill: nobody else says what it holds then.
+            own = kept if event.kind is RequestEventKind.EXTENDED else event.num_computed_tokens // table.block_size
+            known.update(zip(event.block_ids[own:], event.block_digests[own:], strict=True))
         if event.kind is RequestEventKind.EXTENDED:
             extended.append((event.req_id, event.block_ids))
         elif not _enter(event, entering):

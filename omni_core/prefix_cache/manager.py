@@ -352,7 +352,7 @@ class OmniPrefixCacheManager:
             target = self._table.last_write_id
             epoch = self._state.epoch
             record = self._controller.deferred.force_all("flush") if self._state.usable else ABSENT
-            landed = self._state.wait(lambda: committer.have_landed(target, record), limit_s)
+            landed = self._state.wait(lambda: committer.have_ended(target, record), limit_s)
             under_way = self._under_way()
             problem = self._state.problem("flush")
             if problem is None and self._state.epoch != epoch:

@@ -23,12 +23,16 @@ class OpenWrites:
         self._serials: Column = np.zeros(_INITIAL_ROWS, np.int64)
         self._last_record: Column = np.zeros(_INITIAL_ROWS, np.int64)
         self._write_n: Column = np.zeros(_INITIAL_ROWS, np.int64)
+        self._last_batch: Column | None = None
+        self._last_write_ns: Column = np.zeros(0, np.int64)
+        self._last_id = 0
 
     def append(self, rows: Column, serials: Column, record_id: int, forced_upto: int) -> Column:
         """Record `record_id` has rows of these requests.
 
         Args:
-            rows: `(num_reqs,)` rows of the request table, -1 for requests it does not know.
+            rows: `(num_reqs,)` rows of the request table, -1 for requests it does not know. The table gives the same
+                array out for as long as the batch and the lives in it are the same.
             serials: `(num_reqs,)` which life of its row each request is.
             record_id: the record's write id.
             forced_upto: the last record that was forced; the writes that ended there are closed.
@@ -36,13 +40,19 @@ class OpenWrites:
         Returns:
             `(num_reqs,)` the number of the write that the record belongs to, per request; the first is 1.
         """
-        self._grow(int(rows.max()) + 2)
-        closed = self._last_record[rows] <= forced_upto
-        write_ns = np.where(self._serials[rows] == serials, self._write_n[rows] + closed, 1)
-        self._write_n[rows] = write_ns
-        self._serials[rows] = serials
+        if rows is not self._last_batch:
+            self._grow(int(rows.max()) + 2)
+            closed = self._last_record[rows] <= forced_upto
+            write_ns = np.where(self._serials[rows] == serials, self._write_n[rows] + closed, 1)
+            self._write_n[rows] = write_ns
+            self._serials[rows] = serials
+            self._last_batch, self._last_write_ns = rows, write_ns
+        elif self._last_id <= forced_upto:
+            self._last_write_ns = self._last_write_ns + 1
+            self._write_n[rows] = self._last_write_ns
         self._last_record[rows] = record_id
-        return write_ns
+        self._last_id = record_id
+        return self._last_write_ns
 
     def last_record(self, row: int, serial: int) -> int:
         """The last record with rows of the request; 0 if there was none."""
@@ -62,6 +72,7 @@ class OpenWrites:
         """Forget every write (`reset`)."""
         for column in (self._serials, self._last_record, self._write_n):
             column[:] = 0
+        self._last_batch = None
 
     def _grow(self, num_rows: int) -> None:
         while num_rows > len(self._serials):

@@ -81,15 +81,14 @@ class StepIntake:
         source_slots = source * self._table.block_size + offsets
         destination_slots = destination * self._table.block_size + offsets
         sources = {}
-        for key in self._table.keys:
+        # Of a block that is private to one request nobody can tell what it holds under its hash: nothing is copied.
+        readable = self._table.private_to(source) == NOBODY
+        for key in self._table.keys if readable else ():
             present = self._table.present_ids(key, source_slots) != ABSENT
             if present.any():
                 sources[key] = PoolRows(key, source_slots[present], destination_slots[present])
         self._force_sources(sources.values(), f"copy of block {source} to block {destination}")
-        owner = self._table.private_to(source)
         self._table.start_tenancies(np.array([destination], np.int64))
-        if owner != NOBODY:  # whoever may not read the source may not read its copy
-            self._table.make_private(destination, 0, owner)
         write_id = self._table.next_write_id()
         for key, rows in sources.items():
             self._table.claim((key,), rows.destination_slots, write_id)
@@ -124,6 +123,7 @@ class StepIntake:
         slots = layout.slots.astype(np.int64)
         rows = self._requests.rows(layout.req_ids)
         progress = self._requests.progress
+        serials = progress.serials(rows)
         firsts, ends = positions[starts[:-1]], positions[starts[1:] - 1] + 1
         # Rows of rejected drafts, and of replaced content, may lie there under keys this step does not bring.
         rewritten = progress.rewritten(rows, starts, positions)
@@ -137,7 +137,7 @@ class StepIntake:
         stored_slots = slots if slots.min() >= 0 else slots[slots >= 0]
         self._table.claim(tuple(staged.key for staged in task.staged), stored_slots, task.write_id)
         if self._deferred.keys:
-            self._defer_rows(f"step {step_id}", task, record, layout.req_ids, rows, stored_slots)
+            self._defer_rows(f"step {step_id}", task, record, layout.req_ids, rows, serials, stored_slots)
         for read in reads:
             read.step_label = f"step {step_id}"
             self._planner.plan_again(read, stored_slots)
@@ -146,7 +146,7 @@ class StepIntake:
         context = StepContext(
             step_id,
             layout.req_ids,
-            progress.serials(rows),
+            serials,
             starts,
             positions,
             slots,
@@ -182,6 +182,7 @@ class StepIntake:
         record: StepRecord,
         req_ids: tuple[str, ...],
         rows: npt.NDArray[np.int64],
+        serials: npt.NDArray[np.int64],
         stored_slots: Slots,
     ) -> None:
         """Claim the rows that wait on the device; where some do not, older ones of their keys must not land later."""
@@ -190,7 +191,7 @@ class StepIntake:
         if record.deferred is not None:
             record.deferred.register(step, task.write_id, task.slots, req_ids)
             self._table.claim(record.deferred.keys, stored_slots, task.write_id)
-            self._deferred.add(record.deferred, rows, self._requests.progress.serials(rows))
+            self._deferred.add(record.deferred, rows, serials)
 
     def _plan_owed(self, context: StepContext, due: list[str], firsts: Positions, ends: Positions) -> None:
         """Let the step carry rows of earlier ones that were not delivered, as far as it computes or has computed them.

@@ -50,18 +50,19 @@ class DeferredPlace:
     """Which of the step's token values are deferred, as indices."""
 
 
-def deferrable(inputs: StepInputs, backend: DeviceBackend) -> tuple[int, ...]:
-    """Indices of the token values that may wait on the device: of deferred keys, and lying there."""
-    return tuple(
-        number
-        for number, value in enumerate(inputs.token_values)
-        if value.schedule is WriteSchedule.JOIN_ON_FINISH and backend.owns(value.rows)
-    )
+def deferrable(inputs: StepInputs, backend: DeviceBackend) -> tuple[tuple[int, ...], int]:
+    """The token values that may wait on the device: of deferred keys, and lying there.
 
-
-def record_nbytes(inputs: StepInputs, deferred: tuple[int, ...]) -> int:
-    """Bytes of the device ring that these token values will take, alignment included."""
-    return sum(aligned_nbytes(inputs.token_values[number].rows.nbytes) for number in deferred)
+    Returns:
+        Their indices, and the bytes of the device ring they will take, alignment included.
+    """
+    numbers = []
+    nbytes = 0
+    for number, value in enumerate(inputs.token_values):
+        if value.schedule is WriteSchedule.JOIN_ON_FINISH and backend.owns(value.rows):
+            numbers.append(number)
+            nbytes += aligned_nbytes(value.rows.nbytes)
+    return tuple(numbers), nbytes
 
 
 def step_nbytes(inputs: StepInputs) -> int:

@@ -44,7 +44,7 @@ class TaskState(Enum):
     """The rows never reached the pool; the cache's failure record says why."""
 
 
-_LEGAL_MOVES: dict[TaskState, frozenset[TaskState]] = {
+LEGAL_MOVES: dict[TaskState, frozenset[TaskState]] = {
     TaskState.PENDING: frozenset({TaskState.QUEUED, TaskState.FAILED}),
     TaskState.QUEUED: frozenset({TaskState.COPYING, TaskState.FAILED}),
     TaskState.COPYING: frozenset({TaskState.HOST_READY, TaskState.FAILED}),
@@ -52,6 +52,7 @@ _LEGAL_MOVES: dict[TaskState, frozenset[TaskState]] = {
     TaskState.WRITTEN: frozenset(),
     TaskState.FAILED: frozenset(),
 }
+"""What each state may be followed by. `docs/concurrency.md` is drawn from it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +99,7 @@ class _Write:
         Raises:
             RuntimeError: the move is not legal; an internal error.
         """
-        if to not in _LEGAL_MOVES[self.state]:
+        if to not in LEGAL_MOVES[self.state]:
             raise RuntimeError(f"{self.label} (write {self.write_id}): illegal move {self.state.name} -> {to.name}")
         self.state = to
 

@@ -64,7 +64,7 @@ def test_a_failed_deferred_copy_is_sticky_and_reset_gives_everything_back(rig):
     with pytest.raises(CacheFailedError, match=rf"{BOOM}.*reset\(\)") as raised:
         rig.cache.flush()
     assert isinstance(raised.value.__cause__.__cause__, OSError)
-    for call in (rig.begin, rig.save, rig.cache.flush):
+    for call in (rig.save, rig.begin, rig.cache.flush):
         with pytest.raises(CacheFailedError, match=BOOM):
             call()
     assert BOOM in rig.cache.reset().failure_cleared
@@ -236,6 +236,7 @@ def test_a_save_that_finds_the_cache_failed_gives_its_room_back(make_rig):
         rig.begin(new("B", [2]))
         saver = rig.call("saver", rig.save)
         recorded.wait_reached()
+        assert rig.runtime.comes_true(lambda: rig.backend.copy_gate.admitted == 2)
         rig.backend.copy_gate.fail_next_copy(OSError(BOOM))
         with pytest.raises(CacheFailedError, match=BOOM):
             rig.cache.flush()

@@ -84,6 +84,20 @@ def test_a_record_as_large_as_the_budget_waits_for_nothing(make_rig):
     assert_both(rig.run(new("C", [1, 2, 3], hit=8))["C"], ("A", 0, 8), ("C", 8, 12))
 
 
+def test_a_record_larger_than_a_bounce_buffer_is_copied_at_once(make_rig):
+    """The buffers hold what deferred rows can take of a page beside the hidden rows of the largest step."""
+    rig = make_rig(extra_row_bytes=0, extra_step_bytes=2 * CHUNK_BYTES)
+    rig.step(new("A", [1, 2], run=8))
+    rig.settle()
+    assert rig.on_device() == (1, 2 * CHUNK_BYTES, 1)
+    rig.step(new("B", [3, 4, 5], run=12))
+    rig.settle()
+    assert rig.on_device() == (0, 0, 0)
+    taken = rig.run(new("C", [1, 2, 6], hit=8), new("D", [3, 4, 5, 7], hit=12, run=1))
+    assert_both(taken["C"], ("A", 0, 8), ("C", 8, 12))
+    assert_both(taken["D"], ("B", 0, 12), ("D", 12, 13))
+
+
 @pytest.mark.parametrize("budget_bytes", [1, CARVE_ALIGNMENT_BYTES - 1])
 def test_a_budget_too_small_for_any_row_is_none(make_rig, budget_bytes):
     rig = make_rig(budget_bytes=budget_bytes)

@@ -3,11 +3,13 @@
 
 import numpy as np
 import pytest
+import torch
 from cache_rig import more, new
 from row_values import assert_rows
 
 from omni_core.prefix_cache.errors import CacheFailedError, RequestEventError
 from omni_core.prefix_cache.events import RequestEvent, RequestEventKind
+from omni_core.prefix_cache.policy import ModelCachePolicy
 from omni_core.sinks.base import RequestEnd, SinkDelivery, SinkRequestEnd
 from omni_core.sinks.errors import UnknownRequestError
 from omni_core.sinks.memory import MemorySink
@@ -102,3 +104,31 @@ def test_fault_036_a_failed_copy_wakes_every_waiter_and_is_not_forgotten(rig):
     taken = rig.run(new("D", [5, 7], hit=4), new("E", [8]))
     assert set(taken.failed) == {"D"}
     assert_rows(taken["E"], ("E", 0, 4))
+
+
+def test_fault_017_an_abort_does_not_throw_deferred_rows_away(make_rig):
+    rig = make_rig(keys={"mel": ((4,), torch.float32)}, policy=ModelCachePolicy(deferred_keys={"mel"}))
+    rig.cache.discard_step(rig.step(new("A", [5, 6], run=8)))
+    rig.begin(abort=["A"])
+    rows = rig.run(new("C", [5, 6, 7], hit=8))["C"]
+    assert_rows(rows, ("A", 0, 8), ("C", 8, 12))
+    assert_rows(rows, ("A", 0, 8), ("C", 8, 12), key="mel", trailing=(4,))
+    assert rows.zero_ranges == {}
+
+
+def test_fault_035_the_cap_on_deferred_rows_holds_for_a_request_that_goes_on_and_on(make_rig):
+    chunk_bytes = 4 * 4 * 4
+    rig = make_rig(
+        keys={"mel": ((4,), torch.float32)},
+        policy=ModelCachePolicy(deferred_keys={"mel"}),
+        device_staging_bytes=2 * chunk_bytes,
+        staging_depth=12,
+    )
+    for chunk in range(10):
+        rig.begin(more("A", 4) if chunk else new("A", range(1, 11)))
+        assert rig.cache.stats().deferred_bytes <= 2 * chunk_bytes
+        rig.save()
+        assert rig.cache.stats().deferred_bytes <= 2 * chunk_bytes
+    rows = rig.run(new("C", [*range(1, 11), 11], hit=40))["C"]
+    assert_rows(rows, ("A", 0, 40), ("C", 40, 44), key="mel", trailing=(4,))
+    assert rig.cache.stats().deferred_bytes <= 2 * chunk_bytes
