@@ -91,27 +91,17 @@ class Copier:
         cost = self._cost
         if cost.latency_s:
             self._runtime.sleep(cost.latency_s)
-        if cost.parts == 1:
-            self._copy_part(destination, source)
-            self._tell_moved(observed, source.nbytes)
-            return
         flat_destination = destination.view(-1)
         flat_source = source.view(-1)
         count = flat_source.numel()
         bounds = [count * part // cost.parts for part in range(cost.parts + 1)]
         for start, end in pairwise(bounds):
-            self._copy_part(flat_destination[start:end], flat_source[start:end])
-            self._tell_moved(observed, end * source.element_size())
-
-    def _copy_part(self, destination: torch.Tensor, source: torch.Tensor) -> None:
-        # Time passes before the bytes move: whoever reads without waiting finds the old ones.
-        seconds = self._cost.seconds_for(source.numel() * source.element_size())
-        if seconds:
-            self._runtime.sleep(seconds)
-        self._runtime.checkpoint("cpu_sim.copy.before_part")
-        destination.copy_(source)
-        self._runtime.checkpoint("cpu_sim.copy.after_part")
-
-    def _tell_moved(self, observed: ObservedCopy | None, moved_bytes: int) -> None:
-        if self._observer is not None and observed is not None:
-            self._observer.part_moved(observed, moved_bytes)
+            # Time passes before the bytes move: whoever reads without waiting finds the old ones.
+            seconds = cost.seconds_for((end - start) * source.element_size())
+            if seconds:
+                self._runtime.sleep(seconds)
+            self._runtime.checkpoint("cpu_sim.copy.before_part")
+            flat_destination[start:end].copy_(flat_source[start:end])
+            if self._observer is not None and observed is not None:
+                self._observer.part_moved(observed, end * source.element_size())
+            self._runtime.checkpoint("cpu_sim.copy.after_part")
