@@ -1,74 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes down, from the engine's own words alone, which rows exist in which slot and what is promised to whom.
 
-A dictionary of slots and one small record per request: no threads, no copies, no arithmetic shared with the cache.
+Dictionaries and sets of positions: no threads, no copies, no arithmetic shared with the cache.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
 
 from omni_core.prefix_cache.config import HIDDEN_KEY
-from omni_core.prefix_cache.events import RequestEvent, RequestEventKind
+from omni_core.prefix_cache.events import BlockCopy, RequestEvent, RequestEventKind
+from omni_core.testing.engine_schedule import ScheduledRun, SimSchedule
+from omni_core.testing.ledger_records import (
+    ContentRecord,
+    HitFact,
+    LedgerBlock,
+    Standing,
+    StepDue,
+    StoredRow,
+    content_bytes,
+    digester_of,
+)
 from omni_core.testing.sim_engine import Forward, SavedStep
-from omni_core.testing.sim_request import TokenTrack
-from omni_core.testing.sim_scheduler import SimSchedule
-from omni_core.testing.tap import PrefixDigest, PrefixDigester, RowTap
+from omni_core.testing.tap import PrefixDigest, RowTap
 
-
-@dataclass(slots=True)
-class _StoredRow:
-    step: int
-    copied: bool = False
-
-
-@dataclass(slots=True)
-class _Block:
-    tenancy: int = 0
-    stored: dict[int, dict[str, _StoredRow]] = field(default_factory=dict)
-    """Offset in the block → key → where the row came from; this tenancy only."""
-    previous_keys: frozenset[str] | None = None
-    """Keys the tenant before stored, `None` if there was none."""
-
-    def keys(self) -> frozenset[str]:
-        return frozenset(key for rows in self.stored.values() for key in rows)
-
-
-@dataclass(slots=True)
-class RequestRecord:
-    """What the ledger knows of a request."""
-
-    track: TokenTrack
-    digester: PrefixDigester
-    block_ids: list[int]
-    hit: int
-    keys_at: list[frozenset[str]] = field(default_factory=list)
-    """Per position: every key that a forward stored for it, the hidden key included."""
-    hit_facts: list[HitFact] = field(default_factory=list)
-    promised_upto: int = 0
-    delivered: set[int] = field(default_factory=set)
-    chunked: set[int] = field(default_factory=set)
-    absent: int = 0
-    """Positions of the hit with no hidden row; more than 0: the request can never be served."""
-    failure_reported: bool = False
-
-    def digests(self, positions: Sequence[int]) -> list[PrefixDigest]:
-        """The tap's digest of each position's whole prefix; `positions` ascend."""
-        stop = positions[-1] + 1
-        self.digester.extend(repr(content).encode() for content in self.track.content(len(self.digester), stop))
-        return [self.digester[position] for position in positions]
-
-
-@dataclass(frozen=True, slots=True)
-class HitFact:
-    """Where one position of a prefix hit came from, when its first step was saved."""
-
-    same_step: bool
-    recycled: bool
-    copied: bool
-    block_id: int
-    tenancy: int
+_ENDS = (RequestEventKind.FINISHED, RequestEventKind.ABORTED)
 
 
 class EngineLedger:
@@ -77,43 +33,56 @@ class EngineLedger:
     Args:
         block_size: tokens per block.
         tap: is given every row a forward computed.
+        digests_told: whether events tell block digests, so that the cache can know what lies under a hash.
     """
 
-    def __init__(self, block_size: int, tap: RowTap) -> None:
-        self.requests: dict[str, RequestRecord] = {}
+    def __init__(self, block_size: int, tap: RowTap, *, digests_told: bool) -> None:
+        self.contents: list[ContentRecord] = []
+        """Every content version of every life, in the order they began."""
+        self._live: dict[str, ContentRecord] = {}
+        self._num_lives = 0
+        self._dues: dict[tuple[int, str], StepDue] = {}
         self._block_size = block_size
         self._tap = tap
-        self._blocks: dict[int, _Block] = {}
+        self._digests_told = digests_told
+        self._blocks: dict[int, LedgerBlock] = {}
+
+    def due(self, step: SavedStep, req_id: str) -> StepDue:
+        """What a saved step owes to one of its requests."""
+        return self._dues[step.step_id, req_id]
 
     def was_given_away(self, fact: HitFact) -> bool:
         """Whether the block of a hit has begun another tenancy since."""
         return self._blocks[fact.block_id].tenancy != fact.tenancy
 
+    # -- the observer -------------------------------------------------------------------------------------------------
+
     def step_started(self, schedule: SimSchedule) -> None:
-        """Take in tables and tenancies."""
+        """Take in ends, contents, tables and tenancies."""
+        events = schedule.events
+        for event in events.requests:
+            content = self._live.get(event.req_id)
+            if event.kind in _ENDS and content is not None:
+                content.standing = Standing.ENDED
+                del self._live[event.req_id]
+        entering = [event for event in events.requests if event.kind not in (*_ENDS, RequestEventKind.EXTENDED)]
+        # Copies see what their source held before any tenancy of this step began.
+        sources = [self._block(copy.source_block_id) for copy in events.block_copies]
         runs = {run.req_id: run for run in schedule.runs}
-        started = [event for event in schedule.events.requests if event.kind is RequestEventKind.STARTED]
-        sources = {copy.source_block_id: self._block(copy.source_block_id) for copy in schedule.events.block_copies}
-        for event in started:
-            track = runs[event.req_id].track
-            request = RequestRecord(
-                track, PrefixDigester(track.request.salt.encode()), list(event.block_ids), event.num_computed_tokens
-            )
-            self.requests[event.req_id] = request
-            first_new = -(-event.num_computed_tokens // self._block_size)
-            self._new_tenancies(event.block_ids[first_new:])
-        for event in schedule.events.requests:
+        for event in entering:
+            self._enter(event, runs[event.req_id], schedule.number)
+            self._new_tenancies(event.block_ids[self._blocks_for(event.num_computed_tokens) :])
+        for event in events.requests:
             if event.kind is RequestEventKind.EXTENDED:
-                self.requests[event.req_id].block_ids.extend(event.block_ids)
                 self._new_tenancies(event.block_ids)
-        for copy in schedule.events.block_copies:
-            valid = self._valid_offsets_of_copy(copy.destination_block_id, started)
-            self._new_tenancies([copy.destination_block_id])
-            self._blocks[copy.destination_block_id].stored = {
-                offset: {key: _StoredRow(row.step, copied=True) for key, row in rows.items()}
-                for offset, rows in sources[copy.source_block_id].stored.items()
-                if offset < valid
-            }
+        for copy, source in zip(events.block_copies, sources, strict=True):
+            self._copy(copy, source, entering)
+        for event in entering:
+            self._mark_private(event)
+        for copy, source in zip(events.block_copies, sources, strict=True):
+            self._block(copy.destination_block_id).copied_from_private = (
+                source.private_to is not None or source.copied_from_private
+            )
 
     def forward_ran(self, forward: Forward) -> None:
         """Let the tap keep every row the forward computed."""
@@ -121,61 +90,162 @@ class EngineLedger:
         row = 0
         for run in forward.runs:
             positions = range(run.start, run.stop)
-            digests = self.requests[run.req_id].digests(positions)
+            digests = self._run_digests(run)
             for key, rows in outputs.items():
                 self._tap.record(key, digests, positions, rows[row : row + run.num_tokens])
             row += run.num_tokens
 
     def step_saved(self, step: SavedStep) -> None:
-        """Take in which rows are stored now, and what the step promises."""
+        """Take in which rows are stored now, and what the step owes."""
         written = step.emitted | {HIDDEN_KEY}
         for run in step.runs:
-            for position in range(run.start, run.stop):
-                block = self._blocks[run.block_ids[position // self._block_size]]
-                rows = block.stored.setdefault(position % self._block_size, {})
-                rows.update((key, _StoredRow(step.number)) for key in written)
+            for position, digest in zip(range(run.start, run.stop), self._run_digests(run), strict=True):
+                rows = self._rows_at(run, position)
+                rows.update((key, StoredRow(digest, step.number)) for key in written)
         for run in step.runs:
-            request = self.requests[run.req_id]
-            if run.first:
-                self._take_hit(request, step.number)
-            request.keys_at.extend([written] * run.num_tokens)
-            if run.is_chunk:
-                request.chunked.update(range(run.start, run.stop))
-            request.promised_upto = run.stop
+            self._dues[step.step_id, run.req_id] = self._owe(step, run, frozenset(written))
 
-    def _take_hit(self, request: RequestRecord, step_number: int) -> None:
-        recycled = False
-        for position in range(request.hit):
-            block_id = request.block_ids[position // self._block_size]
+    # -- what a step owes ---------------------------------------------------------------------------------------------
+
+    def _owe(self, step: SavedStep, run: ScheduledRun, written: frozenset[str]) -> StepDue:
+        content = self._live_content(run)
+        valid_stop = step.valid_stop(run)
+        had_rows = bool(content.promised)
+        # Everything before the end of a run is computed by it, was promised by an earlier step, or is in its hit.
+        due = [position for position in range(valid_stop) if position not in content.promised]
+        owed = content.undelivered()
+        from_store = [p for p in range(min(run.start, valid_stop)) if p in owed or p not in content.promised]
+        keys_at = dict.fromkeys(range(run.start, valid_stop), written)
+        keys_at.update(self._stored_keys(content, run, from_store))
+        read = [position for position in due if position < run.start]
+        absent = [position for position in read if HIDDEN_KEY not in keys_at[position]]
+        owed_absent = any(HIDDEN_KEY not in keys_at[p] for p in from_store if p in content.promised)
+        step_due = StepDue(
+            content,
+            step.number,
+            run,
+            valid_stop,
+            due,
+            resumed=had_rows and bool(read),
+            keys_at=keys_at,
+            facts=self._hit_facts(run, read, step.number),
+            absent=absent,
+            absent_other_content=sum(HIDDEN_KEY in self._rows_at(run, position) for position in absent),
+            owed_absent=owed_absent,
+        )
+        if absent and content.failed_in is None:
+            content.failed_in = step.number
+        doubtful = owed_absent or any(self._may_withhold(content, run, position) for position in from_store)
+        if doubtful and content.doubtful_from is None:
+            content.doubtful_from = step.number
+        self._note_chunks(content, run, entered=bool(read) or not had_rows)
+        content.promised.update(due)
+        return step_due
+
+    def _stored_keys(
+        self, content: ContentRecord, run: ScheduledRun, positions: Sequence[int]
+    ) -> dict[int, frozenset[str]]:
+        digests = content.digests(positions)
+        return {
+            position: frozenset(key for key, row in self._rows_at(run, position).items() if row.digest == digest)
+            for position, digest in zip(positions, digests, strict=True)
+        }
+
+    def _hit_facts(self, run: ScheduledRun, positions: Iterable[int], number: int) -> dict[int, HitFact]:
+        facts = {}
+        for position in positions:
+            block_id = run.block_ids[position // self._block_size]
             block = self._block(block_id)
-            rows = block.stored.get(position % self._block_size, {})
-            hidden = rows.get(HIDDEN_KEY)
-            if position % self._block_size == 0:
-                recycled = block.previous_keys is not None and block.previous_keys != block.keys()
-            request.keys_at.append(frozenset(rows))
-            request.absent += hidden is None
-            request.hit_facts.append(
-                HitFact(
-                    same_step=hidden is not None and hidden.step == step_number,
-                    recycled=recycled,
-                    copied=hidden is not None and hidden.copied,
-                    block_id=block_id,
-                    tenancy=block.tenancy,
-                )
+            hidden = self._rows_at(run, position).get(HIDDEN_KEY)
+            facts[position] = HitFact(
+                same_step=hidden is not None and hidden.step == number,
+                recycled=block.previous_keys is not None and block.previous_keys != block.keys(),
+                copied=hidden is not None and hidden.copied,
+                block_id=block_id,
+                tenancy=block.tenancy,
             )
+        return facts
 
-    def _valid_offsets_of_copy(self, destination: int, started: Sequence[RequestEvent]) -> int:
-        for event in started:
+    def _may_withhold(self, content: ContentRecord, run: ScheduledRun, position: int) -> bool:
+        """Whether the cache cannot know that this row is right: another request, replaced since, kept its block."""
+        block = self._block(run.block_ids[position // self._block_size])
+        if block.copied_from_private:
+            return True
+        owner = block.private_to
+        return owner is not None and owner.life != content.life and not self._digests_told
+
+    def _note_chunks(self, content: ContentRecord, run: ScheduledRun, *, entered: bool) -> None:
+        prompt = run.track.request.num_prompt_tokens
+        if run.stop < prompt or (run.start < prompt and not entered):
+            content.chunked.update(range(run.start, run.stop))
+
+    # -- contents and blocks ------------------------------------------------------------------------------------------
+
+    def _enter(self, event: RequestEvent, run: ScheduledRun, number: int) -> None:
+        content = self._live.get(event.req_id)
+        if content is not None and event.kind is not RequestEventKind.REPLACED:
+            content.hit = event.num_computed_tokens
+            return
+        life, version = self._num_lives, 0
+        if content is None:
+            self._num_lives += 1
+        else:
+            content.standing, content.replaced_in = Standing.REPLACED, number
+            life, version = content.life, content.version + 1
+        content = ContentRecord(run.track, life, version, event.num_computed_tokens, digester_of(run.track))
+        self._live[event.req_id] = content
+        self.contents.append(content)
+
+    def _mark_private(self, event: RequestEvent) -> None:
+        """Of a block that a replaced request keeps in part, the rest is of the old content, and the hash may be too."""
+        full, kept = divmod(event.num_computed_tokens, self._block_size)
+        if event.kind is RequestEventKind.REPLACED and kept:
+            block = self._block(event.block_ids[full])
+            block.private_to = self._live[event.req_id]
+            block.stored = {offset: rows for offset, rows in block.stored.items() if offset < kept}
+
+    def _copy(self, copy: BlockCopy, source: LedgerBlock, entering: Sequence[RequestEvent]) -> None:
+        valid = self._block_size
+        for event in entering:
             index = event.num_computed_tokens // self._block_size
-            if index < len(event.block_ids) and event.block_ids[index] == destination:
-                return int(event.num_computed_tokens % self._block_size)
-        return self._block_size
+            if event.block_ids[index : index + 1] == (copy.destination_block_id,):
+                valid = event.num_computed_tokens % self._block_size
+        self._new_tenancies([copy.destination_block_id])
+        destination = self._blocks[copy.destination_block_id]
+        destination.stored = {
+            offset: {key: StoredRow(row.digest, row.step, copied=True) for key, row in rows.items()}
+            for offset, rows in source.stored.items()
+            if offset < valid
+        }
 
-    def _block(self, block_id: int) -> _Block:
-        return self._blocks.setdefault(block_id, _Block())
+    def _live_content(self, run: ScheduledRun) -> ContentRecord:
+        content = self._live[run.req_id]
+        if content.track is not run.track:
+            raise ValueError(f"request {run.req_id!r} runs content that no event announced")
+        return content
 
-    def _new_tenancies(self, block_ids: Sequence[int]) -> None:
+    def _run_digests(self, run: ScheduledRun) -> list[PrefixDigest]:
+        """Of every position of the run as the forward saw it, drafts included."""
+        content = self._live_content(run)
+        if not run.drafts:
+            return content.digests(range(run.start, run.stop))
+        track = run.forward_track()
+        digester = digester_of(track)
+        digester.extend(content_bytes(track, 0, run.stop))
+        return [digester[position] for position in range(run.start, run.stop)]
+
+    def _rows_at(self, run: ScheduledRun, position: int) -> dict[str, StoredRow]:
+        block = self._block(run.block_ids[position // self._block_size])
+        return block.stored.setdefault(position % self._block_size, {})
+
+    def _blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._block_size)
+
+    def _block(self, block_id: int) -> LedgerBlock:
+        return self._blocks.setdefault(block_id, LedgerBlock())
+
+    def _new_tenancies(self, block_ids: Iterable[int]) -> None:
         for block_id in block_ids:
             old = self._block(block_id)
             previous = old.keys() if old.stored else old.previous_keys
-            self._blocks[block_id] = _Block(old.tenancy + 1, previous_keys=previous)
+            self._blocks[block_id] = LedgerBlock(old.tenancy + 1, previous_keys=previous)

@@ -8,74 +8,60 @@ forward of this very run compute. A row that no forward stored must not appear; 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from enum import Enum
-from typing import Any
+from collections.abc import Collection, Sequence
 
-import numpy as np
-import torch
-
-from omni_core.prefix_cache.config import HIDDEN_KEY
-from omni_core.prefix_cache.errors import HitRowsAbsentError
-from omni_core.prefix_cache.outputs import PartialRequest, RequestRows, StageCacheOutputs, TokenRange
+from omni_core.prefix_cache.errors import ContentReplacedError, HitRowsAbsentError, RequestError
+from omni_core.prefix_cache.outputs import PartialRequest, RequestRows, StageCacheOutputs
 from omni_core.testing.fake_model import FakeModel
-from omni_core.testing.ledger import EngineLedger, RequestRecord
+from omni_core.testing.final_account import check_everything_accounted
+from omni_core.testing.ledger import EngineLedger
+from omni_core.testing.ledger_records import StepDue
 from omni_core.testing.output_builder import BuiltStep
-from omni_core.testing.sim_engine import SavedStep
-from omni_core.testing.sim_scheduler import ScheduledRun
-from omni_core.testing.tap import RowTap, row_bytes
+from omni_core.testing.row_checker import RowChecker
+from omni_core.testing.row_judge import OracleViolationError, RowJudge, positions_of
+from omni_core.testing.row_kinds import RowKind, count_delivery
+from omni_core.testing.tap import RowTap
 
-
-class OracleViolationError(AssertionError):
-    """A delivery that a right cache does not make. Names the step, the request, the position and the key."""
-
-
-class RowKind(Enum):
-    """Ways a row comes to be delivered (or, for one kind, refused) that a cache can get wrong."""
-
-    STORED_HIT = "stored hits"
-    """Rows of a prefix hit that an earlier step computed."""
-    SAME_STEP_HIT = "same-step hits"
-    """Rows of a prefix hit that this very step computed for another request."""
-    RECYCLED_BLOCK = "recycled blocks, other key set"
-    """Rows of a prefix hit in a block whose previous tenant stored another set of keys there."""
-    HASHED_NEVER_COMPUTED = "hashed, never computed"
-    """Positions of a prefix hit for which no forward ran: reported in `failed`, never served."""
-    PARTIAL_CHUNK = "partial chunks"
-    """Rows of prompts that were computed in several chunks."""
-    LATE_MATERIALISE = "late materialise"
-    """Rows materialised after the engine had started a later step."""
-    LATE_AFTER_REUSE = "late, slot given away"
-    """Rows of a prefix hit materialised after their block had begun another tenancy."""
-    REDELIVERED = "discarded, delivered later"
-    """Rows of a discarded or unasked step, delivered with a later one."""
-    ABSENT_KEY_ZEROS = "zeros for a key not stored"
-    """Rows of a further key behind a hit where no forward stored that key."""
-    COPIED_BLOCK = "hits inside a copied block"
-    """Rows of a prefix hit that were stored in another block and came along with its copy."""
+__all__ = ["OracleViolationError", "RowKind", "StageOracle"]
 
 
 class StageOracle:
     """Judges one cache by the ledger of its engine. One thread: the engine's.
 
     Args:
-        model: what rows are.
+        model: what rows are; or who judges rows in its place.
         block_size: tokens per block.
         tap: what rows were computed; the ledger feeds it.
+        deferred_keys: keys whose rows may stay on the device for a while; they are counted.
+        digests_told: whether the cache is told block digests, so that it can know which rows a hash stands for.
     """
 
-    def __init__(self, model: FakeModel, block_size: int, tap: RowTap) -> None:
-        self.ledger = EngineLedger(block_size, tap)
+    def __init__(
+        self,
+        model: FakeModel | RowChecker,
+        block_size: int,
+        tap: RowTap,
+        *,
+        deferred_keys: Collection[str] = (),
+        digests_told: bool = False,
+    ) -> None:
+        self.ledger = EngineLedger(block_size, tap, digests_told=digests_told)
         self.counts: Counter[RowKind] = Counter()
         self.rows_delivered = 0
+        """Positions delivered and judged."""
+        self.rows_kept = 0
+        """Of those, positions that were not taken back for want of an acknowledgement."""
         self.requests_failed = 0
         self.requests_partial = 0
-        self._model = model
-        self._key_names = frozenset(key.name for key in model.all_keys)
-        self._tap = tap
+        self._deferred_keys = frozenset(deferred_keys)
+        self._rows: RowChecker = (
+            RowJudge(model, tap, lambda: self.ledger.contents) if isinstance(model, FakeModel) else model
+        )
 
     def check(self, built: BuiltStep) -> None:
         """Judge one materialised step; `built.outputs` must not be released yet.
+
+        Its rows count as delivered for good; see `taken_back`.
 
         Raises:
             OracleViolationError: names what is wrong.
@@ -90,173 +76,20 @@ class StageOracle:
                 f"step {step.step_id}: asked for {sorted(asked)}, served {sorted(outputs)}, "
                 f"failed {sorted(outputs.failed)}"
             )
-        for run in step.runs:
-            if run.req_id in asked:
-                self._check_request(built, outputs, run)
+        for req_id in step.req_ids:
+            if req_id in asked:
+                self._check_request(built, outputs, self.ledger.due(step, req_id))
 
-    def _check_request(self, built: BuiltStep, outputs: StageCacheOutputs, run: ScheduledRun) -> None:
-        request = self.ledger.requests[run.req_id]
-        where = f"step {built.order.step.step_id}, request {run.req_id!r}"
-        error = outputs.failed.get(run.req_id)
-        if request.absent:
-            if error is None:
-                raise OracleViolationError(
-                    f"{where}: {request.absent} of {request.hit} hit positions were never computed, yet it was served"
-                )
-            if not isinstance(error, HitRowsAbsentError):
-                raise OracleViolationError(f"{where}: expected HitRowsAbsentError, got {error!r}")
-            if not request.failure_reported:
-                request.failure_reported = True
-                self.requests_failed += 1
-                self.counts[RowKind.HASHED_NEVER_COMPUTED] += request.absent
+    def taken_back(self, built: BuiltStep, req_ids: Collection[str]) -> None:
+        """The outputs were released, and the rows of these requests had not been acknowledged: they stay owed."""
+        outputs = built.outputs
+        if outputs is None:
             return
-        if error is not None:
-            raise OracleViolationError(f"{where}: every row of it exists, yet it failed with {error!r}") from error
-        delivery = outputs[run.req_id]
-        positions = self._check_positions(where, request, run, delivery)
-        self._check_keys(where, built.order.step, request, delivery, positions)
-        self._check_leftovers(where, built.order.step.leftovers[run.req_id], delivery)
-        request.delivered.update(positions)
-        self.rows_delivered += len(positions)
-        self._count(built, request, run, positions)
-
-    def _check_positions(
-        self, where: str, request: RequestRecord, run: ScheduledRun, delivery: RequestRows
-    ) -> list[int]:
-        positions = _positions_of(where, delivery.ranges)
-        own_start = 0 if run.first else run.start
-        missing = sorted(set(range(own_start, run.stop)) - set(positions))
-        if missing:
-            raise OracleViolationError(
-                f"{where}: delivered {delivery.ranges}, but the step owes [{own_start}, {run.stop}); "
-                f"first missing position {missing[0]}"
-            )
-        twice = sorted(request.delivered.intersection(positions))
-        if twice:
-            raise OracleViolationError(f"{where}: delivered {delivery.ranges}; position {twice[0]} came before already")
-        if positions[-1] >= run.stop:
-            raise OracleViolationError(f"{where}: delivered {delivery.ranges}, but the step ends at {run.stop}")
-        return positions
-
-    def _check_keys(
-        self,
-        where: str,
-        step: SavedStep,
-        request: RequestRecord,
-        delivery: RequestRows,
-        positions: Sequence[int],
-    ) -> None:
-        expected_keys = {key for position in positions for key in request.keys_at[position]}
-        if not expected_keys <= set(delivery.rows):
-            raise OracleViolationError(
-                f"{where}: rows of {sorted(expected_keys)} exist, delivered only {sorted(delivery.rows)}"
-            )
-        for name, rows in delivery.rows.items():
-            if name not in self._key_names:
-                raise OracleViolationError(f"{where}: delivered rows under {name!r}, which the model does not have")
-            self._check_key(f"{where}, key {name!r}", name, step, request, delivery, rows, positions)
-
-    def _check_key(
-        self,
-        where: str,
-        name: str,
-        step: SavedStep,
-        request: RequestRecord,
-        delivery: RequestRows,
-        rows: torch.Tensor,
-        positions: Sequence[int],
-    ) -> None:
-        covered = _positions_of(where, delivery.ranges_of(name))
-        zeros = set(_positions_of(where, delivery.zero_ranges.get(name, ())))
-        stored = [position for position in positions if name in request.keys_at[position]]
-        strict = name == HIDDEN_KEY or name in step.emitted
-        if not set(stored) <= set(covered) or not set(covered) <= set(positions):
-            raise OracleViolationError(f"{where}: covers {delivery.ranges_of(name)}, rows exist at {_short(stored)}")
-        if strict and covered != list(positions):
-            raise OracleViolationError(f"{where}: covers {delivery.ranges_of(name)} of {delivery.ranges}")
-        expected_zeros = set(covered) - set(stored)
-        if zeros != expected_zeros:
-            raise OracleViolationError(
-                f"{where}: zero_ranges say {_short(sorted(zeros))}, "
-                f"but no row was ever stored at {_short(sorted(expected_zeros))}"
-            )
-        key = self._model.key(name)
-        expected = self._model.rows(key, request.track, np.array(covered, np.int64))
-        if rows.shape != expected.shape or rows.dtype != expected.dtype:
-            raise OracleViolationError(
-                f"{where}: rows are {tuple(rows.shape)} of {rows.dtype}, "
-                f"the model's are {tuple(expected.shape)} of {expected.dtype}"
-            )
-        if not covered:
-            return
-        given, right = row_bytes(rows), row_bytes(expected)
-        zero_row = bytes(key.row_bytes)
-        for i, position in enumerate(covered):
-            if given[i] != (zero_row if position in zeros else right[i]):
-                raise OracleViolationError(
-                    f"{where}, position {position}: wrong row {rows[i].flatten()[:4].tolist()}, expected "
-                    f"{'zeros' if position in zeros else expected[i].flatten()[:4].tolist()}; "
-                    f"{self._whose(rows[i], given[i] == zero_row)}"
-                )
-        self._check_tap(where, name, request, rows, covered, zeros)
-        self.counts[RowKind.ABSENT_KEY_ZEROS] += len(zeros)
-
-    def _check_tap(
-        self, where: str, name: str, request: RequestRecord, rows: torch.Tensor, covered: Sequence[int], zeros: set[int]
-    ) -> None:
-        served = [i for i, position in enumerate(covered) if position not in zeros]
-        if not served:
-            return
-        at = [covered[i] for i in served]
-        verdicts = self._tap.equal(name, request.digests(at), at, rows[served])
-        if not verdicts.all():
-            position = at[int(np.argmin(verdicts))]
-            raise OracleViolationError(f"{where}, position {position}: no forward of this run computed that row")
-
-    def _check_leftovers(self, where: str, expected: Mapping[str, Any], delivery: RequestRows) -> None:
-        if set(delivery.leftovers) != set(expected):
-            raise OracleViolationError(f"{where}: leftovers {sorted(delivery.leftovers)}, expected {sorted(expected)}")
-        for name, value in expected.items():
-            given = delivery.leftovers[name]
-            if isinstance(value, torch.Tensor) and isinstance(given, torch.Tensor):
-                same = given.dtype == value.dtype and torch.equal(given, value)
-            else:
-                same = given is value
-            if not same:
-                raise OracleViolationError(f"{where}: leftover {name!r} is {given!r}, expected {value!r}")
-
-    def _whose(self, row: torch.Tensor, is_zero: bool) -> str:
-        if is_zero:
-            return "it is all zeros"
-        entries = self._tap.find(row)
-        if not entries:
-            return "no forward of this run computed it"
-        names = [
-            f"position {entry.position} of request {req_id!r} under {entry.key!r}"
-            for entry in entries
-            for req_id, request in self.ledger.requests.items()
-            if len(request.digester) > entry.position and request.digester[entry.position] == entry.digest
-        ]
-        return "it is the row of " + ", ".join(names[:3])
-
-    def _count(self, built: BuiltStep, request: RequestRecord, run: ScheduledRun, positions: Sequence[int]) -> None:
-        own_start = 0 if run.first else run.start
-        hits = [request.hit_facts[position] for position in positions if position < request.hit]
-        same_step = sum(fact.same_step for fact in hits)
-        self.counts.update(
-            {
-                RowKind.LATE_MATERIALISE: len(positions) if built.order.steps_late > 0 else 0,
-                RowKind.PARTIAL_CHUNK: len(request.chunked.intersection(positions)),
-                RowKind.REDELIVERED: sum(position < own_start for position in positions),
-                RowKind.SAME_STEP_HIT: same_step,
-                RowKind.STORED_HIT: len(hits) - same_step,
-                RowKind.RECYCLED_BLOCK: sum(fact.recycled for fact in hits),
-                RowKind.COPIED_BLOCK: sum(fact.copied for fact in hits),
-                RowKind.LATE_AFTER_REUSE: sum(self.ledger.was_given_away(fact) for fact in hits),
-            }
-        )
-
-    # -- the end ------------------------------------------------------------------------------------------------------
+        for req_id in req_ids:
+            content = self.ledger.due(built.order.step, req_id).content
+            positions = positions_of(req_id, outputs[req_id].ranges)
+            content.delivered.difference_update(positions)
+            self.rows_kept -= len(positions)
 
     def check_ended(self, partials: Sequence[PartialRequest]) -> None:
         """Judge the whole run, once every step was consumed and every request has ended.
@@ -266,38 +99,93 @@ class StageOracle:
         Raises:
             OracleViolationError: names the request and the position.
         """
-        missing: dict[str, list[int]] = {}
-        for partial in partials:
-            where = f"partial report of request {partial.req_id!r}"
-            missing.setdefault(partial.req_id, []).extend(_positions_of(where, partial.missing))
-        unknown = set(missing) - set(self.ledger.requests)
-        if unknown:
-            raise OracleViolationError(f"partial report of unknown request {min(unknown)!r}")
-        for req_id, request in self.ledger.requests.items():
-            reported = missing.get(req_id, [])
-            if request.absent:
-                continue
-            # A hit whose request ended before any step of it was saved may be reported; nothing was promised yet.
-            promised = request.promised_upto or (request.hit if reported else 0)
-            accounted = sorted([*request.delivered, *reported])
-            if accounted != list(range(promised)):
-                lost = sorted(set(range(promised)) - set(accounted))
+        self.requests_partial += check_everything_accounted(self.ledger.contents, partials)
+
+    def _check_request(self, built: BuiltStep, outputs: StageCacheOutputs, owed: StepDue) -> None:
+        where = f"step {built.order.step.step_id}, request {owed.run.req_id!r}"
+        error = outputs.failed.get(owed.run.req_id)
+        if self._check_replaced(where, built, owed, error) or self._check_refusal(where, owed, error):
+            return
+        if error is not None:
+            raise OracleViolationError(f"{where}: every row of it exists, yet it failed with {error!r}") from error
+        delivery = outputs[owed.run.req_id]
+        positions = self._check_positions(where, owed, delivery)
+        served, zeros = self._rows.check(where, owed, built.order.step.emitted, delivery, positions)
+        self._rows.check_leftovers(where, built.order.step.leftovers[owed.run.req_id], delivery)
+        owed.content.delivered.update(positions)
+        self.rows_delivered += len(positions)
+        self.rows_kept += len(positions)
+        self.counts[RowKind.ABSENT_KEY_ZEROS] += zeros
+        self.counts[RowKind.DEFERRED] += sum(served.get(key, 0) for key in self._deferred_keys)
+        count_delivery(
+            self.counts,
+            owed,
+            positions,
+            late=built.order.steps_late > 0,
+            was_given_away=self.ledger.was_given_away,
+        )
+
+    def _check_replaced(self, where: str, built: BuiltStep, owed: StepDue, error: RequestError | None) -> bool:
+        """Whether the content was replaced before the step was asked for, so that its rows are nobody's."""
+        replaced_in = owed.content.replaced_in
+        if isinstance(error, ContentReplacedError):
+            if replaced_in is None or replaced_in > built.announcing_after:
+                raise OracleViolationError(f"{where}: its content was not replaced, yet it failed with {error!r}")
+            self.counts[RowKind.REPLACED] += len(owed.due)
+            return True
+        was_refused = isinstance(error, HitRowsAbsentError)  # before its replacement; judged as a refusal
+        if replaced_in is not None and replaced_in <= built.announced_before and not was_refused:
+            raise OracleViolationError(
+                f"{where}: its content was replaced in schedule {replaced_in}, before the step was asked for; "
+                f"expected ContentReplacedError, got {'its rows' if error is None else repr(error)}"
+            )
+        return False
+
+    def _check_refusal(self, where: str, owed: StepDue, error: RequestError | None) -> bool:
+        """Whether the request was rightly refused: rows of a hit do not exist."""
+        content, refused = owed.content, isinstance(error, HitRowsAbsentError)
+        if content.failed_in is not None and content.failed_in <= owed.number:
+            if error is None:
                 raise OracleViolationError(
-                    f"request {req_id!r}: {promised} rows promised, {len(request.delivered)} delivered, "
-                    f"{len(reported)} reported missing; unaccounted: {_short(lost)}"
+                    f"{where}: rows of its hit of {content.hit} were never computed, yet it was served"
                 )
-            self.requests_partial += bool(reported)
+            if not refused:
+                raise OracleViolationError(f"{where}: expected HitRowsAbsentError, got {error!r}")
+            self._count_failure(owed)
+            return True
+        if content.doubtful_from is None or content.doubtful_from > owed.number:
+            return False
+        if error is not None and not refused:
+            raise OracleViolationError(f"{where}: expected its rows or HitRowsAbsentError, got {error!r}")
+        if content.refused is not None and content.refused is not refused:
+            raise OracleViolationError(f"{where}: refused {refused}, but another step was answered otherwise")
+        content.refused = refused
+        if refused:
+            self._count_failure(owed)
+        return refused
 
+    def _count_failure(self, owed: StepDue) -> None:
+        self.counts[RowKind.HASHED_NEVER_COMPUTED] += len(owed.absent)
+        self.counts[RowKind.OTHER_CONTENT] += owed.absent_other_content
+        if not owed.content.failure_counted:
+            owed.content.failure_counted = True
+            self.requests_failed += 1
 
-def _positions_of(where: str, ranges: Sequence[TokenRange]) -> list[int]:
-    positions: list[int] = []
-    for start, stop in ranges:
-        if start >= stop or (positions and start <= positions[-1]):
-            raise OracleViolationError(f"{where}: ranges {tuple(ranges)} are not ascending, disjoint and non-empty")
-        positions.extend(range(start, stop))
-    return positions
-
-
-def _short(positions: Sequence[int]) -> str:
-    listed = ", ".join(map(str, positions[:6]))
-    return f"[{listed}{', …' if len(positions) > 6 else ''}]"
+    def _check_positions(self, where: str, owed: StepDue, delivery: RequestRows) -> list[int]:
+        content, run = owed.content, owed.run
+        positions = positions_of(where, delivery.ranges)
+        missing = sorted(set(owed.due) - set(positions))
+        if missing:
+            raise OracleViolationError(
+                f"{where}: delivered {delivery.ranges}, but the step owes {len(owed.due)} rows up to position "
+                f"{owed.valid_stop}; first missing position {missing[0]}"
+            )
+        twice = sorted(content.delivered.intersection(positions))
+        if twice:
+            raise OracleViolationError(f"{where}: delivered {delivery.ranges}; position {twice[0]} came before already")
+        if positions and positions[-1] >= owed.valid_stop:
+            raise OracleViolationError(
+                f"{where}: delivered {delivery.ranges}, but the step ends at {owed.valid_stop} "
+                f"(it ran [{run.start}, {run.stop}) with {len(run.drafts)} drafts)"
+            )
+        return positions

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from omni_core.prefix_cache.outputs import StageCacheOutputs
 from omni_core.runtime import Runtime
-from omni_core.testing.sim_engine import SavedStep, StageCache
+from omni_core.testing.sim_engine import SavedStep, StageCache, StepCounter
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +29,10 @@ class BuiltStep:
 
     order: BuildOrder
     outputs: StageCacheOutputs | None
+    announced_before: int
+    """Number of the latest schedule the cache had been told of when the order was begun."""
+    announcing_after: int
+    """Number of the latest schedule the cache was being told of, or had been, when the order was done."""
 
 
 class OutputBuilder(Protocol):
@@ -58,12 +62,13 @@ class OutputBuilder(Protocol):
 class InlineBuilder:
     """Carries out each order inside `submit`."""
 
-    def __init__(self, cache: StageCache) -> None:
+    def __init__(self, cache: StageCache, counter: StepCounter) -> None:
         self._cache = cache
+        self._counter = counter
         self._built: list[BuiltStep] = []
 
     def submit(self, order: BuildOrder) -> None:
-        self._built.append(_carry_out(self._cache, order))
+        self._built.append(_carry_out(self._cache, self._counter, order))
 
     def collect(self) -> tuple[BuiltStep, ...]:
         built, self._built = tuple(self._built), []
@@ -79,8 +84,9 @@ class InlineBuilder:
 class ThreadedBuilder:
     """Carries out orders one by one on a thread of its own."""
 
-    def __init__(self, cache: StageCache, runtime: Runtime) -> None:
+    def __init__(self, cache: StageCache, counter: StepCounter, runtime: Runtime) -> None:
         self._cache = cache
+        self._counter = counter
         self._lock = runtime.lock("sim.output_builder")
         self._changed = runtime.condition(self._lock, "sim.output_builder.changed")
         self._orders: deque[BuildOrder] = deque()
@@ -128,7 +134,7 @@ class ThreadedBuilder:
                 self._current = self._orders.popleft()
                 order = self._current
             try:
-                built = _carry_out(self._cache, order)
+                built = _carry_out(self._cache, self._counter, order)
             except BaseException as error:
                 with self._lock:
                     self._error = error
@@ -138,8 +144,11 @@ class ThreadedBuilder:
                 self._built.append(built)
 
 
-def _carry_out(cache: StageCache, order: BuildOrder) -> BuiltStep:
+def _carry_out(cache: StageCache, counter: StepCounter, order: BuildOrder) -> BuiltStep:
+    announced_before = counter.announced
+    outputs: StageCacheOutputs | None = None
     if order.req_ids is None:
-        cache.discard_step(order.step.step_id)
-        return BuiltStep(order, None)
-    return BuiltStep(order, cache.materialize(order.step.step_id, order.req_ids))
+        cache.discard_step(order.step.step_id, order.step.sampled_counts)
+    else:
+        outputs = cache.materialize(order.step.step_id, order.req_ids, order.step.sampled_counts)
+    return BuiltStep(order, outputs, announced_before, counter.announcing)

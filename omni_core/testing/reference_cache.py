@@ -2,99 +2,47 @@
 """The simplest cache that is right: dictionaries of single rows, everything done at once, nothing fast.
 
 It gives the judge something to judge when the real cache is in doubt, and tests break it on purpose, one method at a
-time, to show that the oracle notices. It serves requests that are started once and never resumed.
+time, to show that the oracle notices.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from omni_core.prefix_cache.config import HIDDEN_KEY, PrefixCacheConfig
-from omni_core.prefix_cache.errors import HitRowsAbsentError, RequestError
-from omni_core.prefix_cache.events import RequestEventKind, StepEvents, StepLayout
-from omni_core.prefix_cache.outputs import PartialRequest, RequestRows, StageCacheOutputs, TokenRange
+from omni_core.prefix_cache.config import HIDDEN_KEY, Delivery, PrefixCacheConfig
+from omni_core.prefix_cache.errors import ContentReplacedError, HitRowsAbsentError, RequestError
+from omni_core.prefix_cache.events import StepEvents, StepLayout
+from omni_core.prefix_cache.outputs import PartialRequest, RequestRows, StageCacheOutputs
 from omni_core.prefix_cache.policy import ModelCachePolicy
-
-Rows = dict[str, torch.Tensor]
-"""One token's rows by key."""
-
-
-@dataclass(slots=True)
-class LiveRequest:
-    """What the cache keeps of a request."""
-
-    block_ids: list[int]
-    hit: int
-    first_step_due: bool = True
-    ended: bool = False
-    error: RequestError | None = None
-    owed: dict[int, Rows] = field(default_factory=dict)
-    """Rows by position that a discarded or unasked step did not deliver."""
+from omni_core.testing.reference_blocks import ReferenceBlocks
+from omni_core.testing.reference_request import LiveRequest, Rows, Share, owe_again, ranges_of
 
 
-@dataclass(slots=True)
-class ReferenceStep:
-    """A saved step: per request, the rows by position it delivers."""
-
-    rows: dict[str, dict[int, Rows]] = field(default_factory=dict)
-    leftovers: dict[str, dict[str, Any]] = field(default_factory=dict)
-
-
-class ReferenceCache:
+class ReferenceCache(ReferenceBlocks):
     """A `StageCache`. One thread at a time.
 
     Args:
-        config: geometry.
-        policy: `token_keys` and `request_keys` must be declared.
+        config: geometry, and when a row counts as delivered.
+        policy: `token_keys` (or `deferred_keys`) and `request_keys` must be declared.
         layout_source: as the real cache's.
     """
 
     def __init__(
         self, config: PrefixCacheConfig, policy: ModelCachePolicy, layout_source: Callable[[], StepLayout]
     ) -> None:
-        self.config = config
+        super().__init__(config)
         self.policy = policy
         self._layout_source = layout_source
-        self._pool: dict[int, Rows] = {}
         self._specs: dict[str, tuple[torch.Size, torch.dtype]] = {}
-        self._requests: dict[str, LiveRequest] = {}
-        self._steps: dict[int, ReferenceStep] = {}
+        self._steps: dict[int, list[Share]] = {}
         self._next_step_id = 0
 
     def new_step_starts(self, events: StepEvents) -> None:
-        """Take in tables, begin tenancies, copy blocks."""
-        size = self.config.block_size
-        started = [event for event in events.requests if event.kind is RequestEventKind.STARTED]
-        for event in events.requests:
-            if event.kind is RequestEventKind.STARTED:
-                self._requests[event.req_id] = LiveRequest(list(event.block_ids), event.num_computed_tokens)
-                self.begin_tenancy(event.block_ids[-(-event.num_computed_tokens // size) :])
-            elif event.kind is RequestEventKind.EXTENDED:
-                self._requests[event.req_id].block_ids.extend(event.block_ids)
-                self.begin_tenancy(event.block_ids)
-            elif event.req_id in self._requests:
-                self._requests[event.req_id].ended = True
-        for copy in events.block_copies:
-            self.begin_tenancy([copy.destination_block_id])
-            valid = size
-            for event in started:
-                at = event.num_computed_tokens // size
-                if event.block_ids[at : at + 1] == (copy.destination_block_id,):
-                    valid = event.num_computed_tokens % size
-            for offset in range(valid):
-                source = self._pool.get(copy.source_block_id * size + offset)
-                if source is not None:
-                    self._pool[copy.destination_block_id * size + offset] = dict(source)
-
-    def begin_tenancy(self, block_ids: Sequence[int]) -> None:
-        """Forget the rows of blocks that change hands."""
-        for block_id in block_ids:
-            for slot in range(block_id * self.config.block_size, (block_id + 1) * self.config.block_size):
-                self._pool.pop(slot, None)
+        """Take in ends, contents, tables, tenancies and block copies."""
+        self.take_events(events)
 
     def save_outputs(
         self,
@@ -107,76 +55,107 @@ class ReferenceCache:
         """Store the step's rows and put together what it delivers."""
         layout = self._layout_source()
         outputs = _flatten(mm_outputs) | ({} if hidden is None else {HIDDEN_KEY: hidden})
-        tokens = {key: self.snapshot(rows) for key, rows in outputs.items() if key in self.policy.token_keys}
-        tokens[HIDDEN_KEY] = self.snapshot(outputs[HIDDEN_KEY])
+        token_keys = self.policy.token_keys | self.policy.deferred_keys | {HIDDEN_KEY}
+        tokens = {key: self.snapshot(rows) for key, rows in outputs.items() if key in token_keys}
         for key, rows in tokens.items():
             self._specs[key] = (rows.shape[1:], rows.dtype)
+        bounds, positions = layout.starts.tolist(), layout.positions.tolist()
+        for index, req_id in enumerate(layout.req_ids):
+            self.settle_drafts(self.live[req_id], positions[bounds[index]])
         for row, slot in enumerate(layout.slots.tolist()):
             if slot >= 0:
                 self.write(slot, {key: rows[row] for key, rows in tokens.items()})
-        step = ReferenceStep()
+        shares = []
         for index, req_id in enumerate(layout.req_ids):
-            request = self._requests[req_id]
-            delivered, request.owed = request.owed, {}
-            if request.first_step_due:
-                delivered.update(self.read_hit(req_id, request))
-                request.first_step_due = False
-            for row in range(int(layout.starts[index]), int(layout.starts[index + 1])):
-                delivered[int(layout.positions[row])] = {key: rows[row] for key, rows in tokens.items()}
-            step.rows[req_id] = delivered
-            step.leftovers[req_id] = self._leftovers(outputs, set(tokens), index)
-        self._steps[self._next_step_id] = step
+            span = range(bounds[index], bounds[index + 1])
+            computed = {positions[row]: {key: rows[row] for key, rows in tokens.items()} for row in span}
+            drafts = 0 if layout.num_draft_tokens is None else int(layout.num_draft_tokens[index])
+            leftovers = self._leftovers(outputs, set(tokens), index)
+            shares.append(self._share(self.live[req_id], computed, drafts, leftovers))
+        self._steps[self._next_step_id] = shares
         self._next_step_id += 1
         return self._next_step_id - 1
+
+    def _share(
+        self, request: LiveRequest, computed: dict[int, Rows], num_drafts: int, leftovers: dict[str, Any]
+    ) -> Share:
+        start, stop = min(computed), max(computed) + 1
+        wanted = self.wanted(request, stop)
+        rows = {position: computed[position] for position in wanted if position in computed}
+        rows.update(self.read_stored(request, [position for position in wanted if position not in computed]))
+        request.promised.update(range(stop))
+        request.owed.difference_update(rows)
+        request.computed_upto, request.has_drafts = stop, num_drafts > 0
+        return Share(request, start, num_drafts, rows, leftovers, request.error)
+
+    def wanted(self, request: LiveRequest, stop: int) -> list[int]:
+        """Positions below `stop` that a step delivers: never promised before, or owed."""
+        return [position for position in range(stop) if position not in request.promised or position in request.owed]
 
     def snapshot(self, rows: torch.Tensor) -> torch.Tensor:
         """Copy an output, which the engine may overwrite as soon as the save returns."""
         return rows.clone()
 
-    def write(self, slot: int, rows: Rows) -> None:
-        """Store one token's rows."""
-        self._pool.setdefault(slot, {}).update(rows)
-
-    def read_hit(self, req_id: str, request: LiveRequest) -> dict[int, Rows]:
-        """The rows of a request's prefix hit; a position without a hidden row fails the request."""
-        size = self.config.block_size
+    def read_stored(self, request: LiveRequest, positions: Sequence[int]) -> dict[int, Rows]:
+        """Stored rows of a request; a position without a hidden row fails it."""
         found = {}
-        for position in range(request.hit):
-            slot = request.block_ids[position // size] * size + position % size
-            found[position] = dict(self._pool.get(slot, {}))
-            if HIDDEN_KEY not in found[position]:
-                request.error = HitRowsAbsentError(req_id, f"no hidden row at position {position}")
+        for position in positions:
+            found[position] = self.row_of(request, position)
+            if HIDDEN_KEY not in found[position] and request.error is None:
+                request.error = HitRowsAbsentError(request.req_id, f"no hidden row at position {position}")
         return found
 
     def materialize(
         self, step_id: int, req_ids: Sequence[str], sampled_counts: Mapping[str, int] | None = None
     ) -> StageCacheOutputs:
         """Deliver a step; what was not asked is owed to later steps."""
-        step = self._steps.pop(step_id)
         served: dict[str, RequestRows] = {}
         failed: dict[str, RequestError] = {}
-        for req_id, rows in step.rows.items():
-            error = self._requests[req_id].error
+        handed_over: dict[str, Share] = {}
+        for share in self._consume(step_id, sampled_counts):
+            req_id = share.request.req_id
+            error = self.failure(share)
             if req_id not in req_ids:
-                self.owe(req_id, rows)
+                self.owe(share.request, share.rows)
             elif error is not None:
                 failed[req_id] = error
             else:
-                served[req_id] = self.join(req_id, rows, step.leftovers[req_id])
-        return StageCacheOutputs(step_id, served, failed, lambda: None)
+                served[req_id] = self.join(share)
+                handed_over[req_id] = share
+        if self.config.delivery is Delivery.ON_MATERIALIZE:
+            handed_over.clear()
 
-    def discard_step(self, step_id: int) -> None:
+        def release() -> None:
+            for share in handed_over.values():
+                self.owe(share.request, share.rows)
+
+        return StageCacheOutputs(
+            step_id, served, failed, release, lambda req_ids: self.acknowledge(handed_over, req_ids)
+        )
+
+    def acknowledge(self, handed_over: dict[str, Share], req_ids: Iterable[str] | None) -> None:
+        """These requests' rows have arrived (`None`: all)."""
+        for req_id in list(handed_over) if req_ids is None else req_ids:
+            handed_over.pop(req_id, None)
+
+    def discard_step(self, step_id: int, sampled_counts: Mapping[str, int] | None = None) -> None:
         """Give a step up; its rows are owed to later steps."""
-        for req_id, rows in self._steps.pop(step_id).rows.items():
-            self.owe(req_id, rows)
+        for share in self._consume(step_id, sampled_counts):
+            self.owe(share.request, share.rows)
 
-    def owe(self, req_id: str, rows: dict[int, Rows]) -> None:
+    def failure(self, share: Share) -> RequestError | None:
+        """Why a request's part of a step cannot be served, if so."""
+        if share.error is None and share.request.replaced:
+            return ContentReplacedError(share.request.req_id, "its content was replaced since")
+        return share.error
+
+    def owe(self, request: LiveRequest, rows: Mapping[int, Rows]) -> None:
         """Keep undelivered rows for a later step."""
-        self._requests[req_id].owed.update(rows)
+        owe_again(request, rows)
 
-    def join(self, req_id: str, rows: dict[int, Rows], leftovers: Mapping[str, Any]) -> RequestRows:
+    def join(self, share: Share) -> RequestRows:
         """Put a request's rows in the order of their positions; zeros where a further key was never stored."""
-        positions = sorted(rows)
+        positions, rows = sorted(share.rows), share.rows
         joined, zeros = {}, {}
         for key in sorted({key for row in rows.values() for key in row}):
             shape, dtype = self._specs[key]
@@ -184,19 +163,29 @@ class ReferenceCache:
             joined[key] = torch.stack([rows[position].get(key, zero) for position in positions])
             absent = [position for position in positions if key not in rows[position]]
             if absent:
-                zeros[key] = _ranges(absent)
-        return RequestRows(req_id, _ranges(positions), joined, zero_ranges=zeros, leftovers=leftovers)
+                zeros[key] = ranges_of(absent)
+        return RequestRows(
+            share.request.req_id, ranges_of(positions), joined, zero_ranges=zeros, leftovers=share.leftovers
+        )
 
     def take_partial_requests(self) -> tuple[PartialRequest, ...]:
         """Ended requests with rows still owed."""
-        partial = [
-            PartialRequest(req_id, _ranges(sorted(request.owed)))
-            for req_id, request in self._requests.items()
-            if request.ended and request.owed and request.error is None
-        ]
-        for report in partial:
-            self._requests[report.req_id].owed = {}
+        partial = []
+        for request in self.ended:
+            if request.owed and request.error is None:
+                partial.append(PartialRequest(request.req_id, ranges_of(sorted(request.owed))))
+                request.owed = set()
         return tuple(partial)
+
+    def clip(self, share: Share, count: int | None) -> None:
+        """Drop the rows of rejected drafts."""
+        share.clip(count)
+
+    def _consume(self, step_id: int, sampled_counts: Mapping[str, int] | None) -> list[Share]:
+        shares = self._steps.pop(step_id)
+        for share in shares:
+            self.clip(share, (sampled_counts or {}).get(share.request.req_id))
+        return shares
 
     def _leftovers(self, outputs: Mapping[str, Any], token_keys: set[str], index: int) -> dict[str, Any]:
         found: dict[str, Any] = {}
@@ -218,13 +207,3 @@ def _flatten(outputs: Mapping[str, Any]) -> dict[str, Any]:
         else:
             flat[name] = value
     return flat
-
-
-def _ranges(positions: Sequence[int]) -> tuple[TokenRange, ...]:
-    ranges: list[TokenRange] = []
-    for position in positions:
-        if ranges and ranges[-1][1] == position:
-            ranges[-1] = (ranges[-1][0], position + 1)
-        else:
-            ranges.append((position, position + 1))
-    return tuple(ranges)

@@ -34,6 +34,11 @@ class HashedBlock:
     """Hash of the block before it; of the salt for the first block."""
     content: Content
 
+    @property
+    def digest(self) -> int:
+        """The hash as `RequestEvent.block_digests` has it: 64 bits, never 0."""
+        return int.from_bytes(self.block_hash[:8], "little") or 1
+
 
 def salt_hash(salt: str) -> BlockHash:
     """The parent of a request's first block."""
@@ -89,6 +94,18 @@ class SimBlockAllocator:
         """Whether no request holds the block."""
         return block_id in self._free
 
+    def is_shared(self, block_id: int) -> bool:
+        """Whether more than one request holds the block."""
+        return self._references[block_id] > 1
+
+    def is_published(self, block_id: int) -> bool:
+        """Whether the block can be found under a hash."""
+        return self._hashed[block_id] is not None
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold so many tokens."""
+        return -(-num_tokens // self.block_size)
+
     def find_prefix(self, hashed: Sequence[HashedBlock], max_hit_tokens: int) -> list[int]:
         """The longest run of cached blocks from the start, of at most `max_hit_tokens` tokens. Takes no reference."""
         found: list[int] = []
@@ -125,21 +142,32 @@ class SimBlockAllocator:
         """Take `count` blocks from the front of the queue; a hash they still carry is forgotten.
 
         Raises:
-            MemoryError: fewer are free. The scheduler reserves what its requests may need, so this is its bug.
+            MemoryError: fewer are free. The scheduler asks for no more than are free, so this is its bug.
         """
         if count > len(self._free):
             raise MemoryError(f"asked for {count} blocks, {len(self._free)} of {self.num_blocks} are free")
         taken = [self._free.popitem(last=False)[0] for _ in range(count)]
         for block_id in taken:
-            self._forget_hash(block_id)
+            self.forget_hash(block_id)
             self._references[block_id] = 1
         return taken
 
     def publish(self, block_id: int, hashed: HashedBlock) -> None:
-        """Let a block be found under its hash, from now on."""
+        """Let a block be found under its hash, from now on, and under no other."""
+        self.forget_hash(block_id)
         self._hashed[block_id] = hashed
         self._by_hash.setdefault(hashed.block_hash, {})[block_id] = None
         self._by_parent.setdefault(hashed.parent_hash, {})[block_id] = None
+
+    def forget_hash(self, block_id: int) -> None:
+        """Let a block be found no more."""
+        hashed, self._hashed[block_id] = self._hashed[block_id], None
+        if hashed is None:
+            return
+        for index, name in ((self._by_hash, hashed.block_hash), (self._by_parent, hashed.parent_hash)):
+            del index[name][block_id]
+            if not index[name]:
+                del index[name]
 
     def free(self, block_ids: Sequence[int]) -> None:
         """Drop one reference to each block of a table, tail first, so that the tail is reused first."""
@@ -166,12 +194,3 @@ class SimBlockAllocator:
     def free_queue(self) -> tuple[int, ...]:
         """Free blocks in the order they will be handed out."""
         return tuple(self._free)
-
-    def _forget_hash(self, block_id: int) -> None:
-        hashed, self._hashed[block_id] = self._hashed[block_id], None
-        if hashed is None:
-            return
-        for index, name in ((self._by_hash, hashed.block_hash), (self._by_parent, hashed.parent_hash)):
-            del index[name][block_id]
-            if not index[name]:
-                del index[name]

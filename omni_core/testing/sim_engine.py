@@ -14,13 +14,18 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from omni_core.prefix_cache.events import StepEvents, StepLayout
 from omni_core.prefix_cache.outputs import PartialRequest, StageCacheOutputs
+from omni_core.testing.engine_schedule import EngineScheduler, LostForward, ScheduledRun, SimSchedule
 from omni_core.testing.fake_model import FakeModel, FakeOutputs, FakeRun, StaticOutputs
+from omni_core.testing.sampling import sample
+from omni_core.testing.scheduler_config import SchedulerConfig
 from omni_core.testing.sim_request import SimRequest
-from omni_core.testing.sim_scheduler import LostForward, ScheduledRun, SchedulerConfig, SimSchedule, SimScheduler
+
+_I64 = npt.NDArray[np.int64]
 
 REQUEST_ENTRIES_KEY = "sim.request_entries"
 """A tensor with one entry per request; declared in `request_keys`."""
@@ -48,7 +53,7 @@ class StageCache(Protocol):
         self, step_id: int, req_ids: Sequence[str], sampled_counts: Mapping[str, int] | None = None
     ) -> StageCacheOutputs: ...
 
-    def discard_step(self, step_id: int) -> None: ...
+    def discard_step(self, step_id: int, sampled_counts: Mapping[str, int] | None = None) -> None: ...
 
     def take_partial_requests(self) -> tuple[PartialRequest, ...]: ...
 
@@ -67,6 +72,8 @@ class EngineConfig:
     """Shuffles the order of requests in the batch and of events in a step, which mean nothing. `None`: as scheduled."""
     leftovers: bool = False
     """Whether steps bring values without a row per token, too."""
+    kernel_block_size: int | None = None
+    """Given: the attention kernel's blocks, which divide the scheduler's. Slots are computed through them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,11 +113,17 @@ class SavedStep:
     num_tokens_padded: int
     leftovers: Mapping[str, Mapping[str, Any]]
     """Per request: what it must get of the values that have no row per token."""
+    sampled_counts: Mapping[str, int] = field(default_factory=dict)
+    """Per request with drafts: how many tokens were sampled, which is how many rows of its run are valid."""
 
     @property
     def req_ids(self) -> tuple[str, ...]:
         """The step's requests, in batch order."""
         return tuple(run.req_id for run in self.runs)
+
+    def valid_stop(self, run: ScheduledRun) -> int:
+        """After the last position of the run whose row is not of a rejected draft."""
+        return run.start + self.sampled_counts[run.req_id] if run.drafts else run.stop
 
 
 class StepObserver(Protocol):
@@ -126,12 +139,23 @@ class StepObserver(Protocol):
         """The cache has taken the step's outputs."""
 
 
+@dataclass(slots=True)
+class StepCounter:
+    """How far the engine is, for whoever works beside it. Written by the engine thread, read by any."""
+
+    announcing: int = -1
+    """Number of the latest schedule the cache is being told of, or was."""
+    announced: int = -1
+    """Number of the latest schedule the cache was told of."""
+
+
 class SimEngine:
     """The engine. One thread; never blocks but in the cache's own calls.
 
     Args:
         config: limits and manners.
         model: computes the rows.
+        scheduler: decides the steps.
         make_cache: given the layout source, makes the cache under test.
         observers: told of every step.
     """
@@ -140,12 +164,14 @@ class SimEngine:
         self,
         config: EngineConfig,
         model: FakeModel,
+        scheduler: EngineScheduler,
         make_cache: Callable[[Callable[[], StepLayout]], StageCache],
         observers: Sequence[StepObserver] = (),
     ) -> None:
         self.config = config
         self.model = model
-        self.scheduler = SimScheduler(config.scheduler)
+        self.scheduler = scheduler
+        self.counter = StepCounter()
         self._observers = tuple(observers)
         self._shuffler = None if config.shuffle_batch_seed is None else random.Random(config.shuffle_batch_seed)
         self._static = (
@@ -180,14 +206,18 @@ class SimEngine:
         broken = faults(schedule) if faults else NO_FAULTS
         for req_id in sorted(broken.abort_before_forward):
             self.scheduler.abort(req_id)
+        self.counter.announcing = schedule.number
         self.cache.new_step_starts(schedule.events)
+        self.counter.announced = schedule.number
         for observer in self._observers:
             observer.step_started(schedule)
         if broken.lost_forward is not None:
             self.scheduler.lose(schedule, broken.lost_forward)
             return None
-        saved = self._forward(schedule, broken.abort_before_forward, emitted)
-        self.scheduler.complete(schedule, self.model.next_token)
+        runs = [run for run in schedule.runs if run.req_id not in broken.abort_before_forward]
+        sampled = sample(self.model, runs)
+        saved = self._forward(schedule, runs, emitted, {req_id: len(tokens) for req_id, tokens in sampled.items()})
+        self.scheduler.complete(schedule, sampled)
         return saved
 
     def _shuffled_events(self, schedule: SimSchedule) -> SimSchedule:
@@ -195,13 +225,18 @@ class SimEngine:
             return schedule
         requests = list(schedule.events.requests)
         self._shuffler.shuffle(requests)
-        events = StepEvents(tuple(requests), schedule.events.block_copies)
+        filled = list(schedule.events.filled_blocks)
+        self._shuffler.shuffle(filled)
+        events = StepEvents(tuple(requests), schedule.events.block_copies, tuple(filled))
         return SimSchedule(schedule.number, events, schedule.runs)
 
     def _forward(
-        self, schedule: SimSchedule, left_out: frozenset[str], emitted: frozenset[str] | None
+        self,
+        schedule: SimSchedule,
+        runs: list[ScheduledRun],
+        emitted: frozenset[str] | None,
+        num_sampled: Mapping[str, int],
     ) -> SavedStep | None:
-        runs = [run for run in schedule.runs if run.req_id not in left_out]
         if not runs:
             return None
         if self._shuffler is not None:
@@ -210,11 +245,11 @@ class SimEngine:
         num_tokens = sum(run.num_tokens for run in runs)
         num_tokens_padded = self.config.padded_num_tokens(num_tokens)
         outputs = self.model.forward(
-            [FakeRun(run.track, run.start, run.stop) for run in runs], names, num_tokens_padded, self._static
+            [FakeRun(run.forward_track(), run.start, run.stop) for run in runs], names, num_tokens_padded, self._static
         )
         for observer in self._observers:
             observer.forward_ran(Forward(schedule.number, tuple(runs), outputs))
-        self._layout = _layout_of(runs, self.config.scheduler.block_size)
+        self._layout = _layout_of(runs, self.config)
         leftovers = self._leftovers(schedule.number, len(runs))
         shares = {run.req_id: _share_of(leftovers, i) for i, run in enumerate(runs)}
         step_id = self.cache.save_outputs(
@@ -229,7 +264,8 @@ class SimEngine:
             for value in leftovers.values():
                 if isinstance(value, torch.Tensor):
                     value.fill_(-1)
-        step = SavedStep(schedule.number, step_id, tuple(runs), names, num_tokens_padded, shares)
+        counts = {run.req_id: num_sampled[run.req_id] for run in runs if run.drafts}
+        step = SavedStep(schedule.number, step_id, tuple(runs), names, num_tokens_padded, shares, counts)
         for observer in self._observers:
             observer.step_saved(step)
         return step
@@ -252,14 +288,24 @@ class SimEngine:
         return self._layout
 
 
-def _layout_of(runs: Sequence[ScheduledRun], block_size: int) -> StepLayout:
+def _layout_of(runs: Sequence[ScheduledRun], config: EngineConfig) -> StepLayout:
     positions = [np.arange(run.start, run.stop, dtype=np.int64) for run in runs]
-    slots = [
-        np.asarray(run.block_ids, np.int64)[where // block_size] * block_size + where % block_size
-        for run, where in zip(runs, positions, strict=True)
-    ]
+    slots = [_slots_of(run, where, config) for run, where in zip(runs, positions, strict=True)]
     starts = np.concatenate([[0], np.cumsum([run.num_tokens for run in runs])]).astype(np.int64)
-    return StepLayout(tuple(run.req_id for run in runs), starts, np.concatenate(positions), np.concatenate(slots))
+    drafts = np.array([len(run.drafts) for run in runs], np.int64) if config.scheduler.max_draft_tokens else None
+    return StepLayout(
+        tuple(run.req_id for run in runs), starts, np.concatenate(positions), np.concatenate(slots), drafts
+    )
+
+
+def _slots_of(run: ScheduledRun, positions: _I64, config: EngineConfig) -> _I64:
+    """Slots of a run's positions, through the kernel's table: a scheduler block is several blocks of the kernel."""
+    size = config.scheduler.block_size
+    kernel_size = config.kernel_block_size or size
+    per_block = size // kernel_size
+    table = (np.asarray(run.block_ids, np.int64)[:, None] * per_block + np.arange(per_block)).reshape(-1)
+    slots: _I64 = table[positions // kernel_size] * kernel_size + positions % kernel_size
+    return slots
 
 
 def _share_of(leftovers: Mapping[str, Any], index: int) -> dict[str, Any]:

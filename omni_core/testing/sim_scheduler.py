@@ -2,120 +2,57 @@
 """Decides what each step computes, as vLLM's scheduler does, and says it as the events an engine adapter would make.
 
 Running requests come first, then waiting ones, while the token budget lasts; long prompts are cut into chunks; a
-block's hash is published when the block is allocated, so a request admitted later in the same step can hit it.
-Admission reserves every block a request may come to need, so nothing is ever preempted.
+block's hash is published when the block is allocated, so a request admitted later in the same step can hit it. When no
+block is free the last running request is preempted, or, if the configuration says so, admission reserves every block.
 """
 
 from __future__ import annotations
 
+import random
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from enum import Enum
+from collections.abc import Callable, Sequence
 
-from omni_core.prefix_cache.events import BlockCopy, RequestEvent, RequestEventKind, StepEvents
-from omni_core.testing.sim_allocator import HashedBlock, SimBlockAllocator, extend_hashed_blocks, salt_hash
+from omni_core.prefix_cache.events import FilledBlock, RequestEvent, RequestEventKind, StepEvents
+from omni_core.testing.engine_schedule import LostForward, SampledTokens, ScheduledRun, SimSchedule
+from omni_core.testing.scheduler_config import Preemption, SchedulerConfig
+from omni_core.testing.sim_live import Entry, LiveRequest, Plan, announce
 from omni_core.testing.sim_request import SimRequest, TokenTrack
+from omni_core.testing.sim_tables import SimTables
+
+DraftProposer = Callable[[TokenTrack], Sequence[int]]
+"""Guesses the next tokens of a request; none, some or all of them are right."""
 
 
-class LostForward(Enum):
-    """What becomes of the requests of a step whose forward never ran."""
-
-    ABORTED = "aborted"
-    RETRIED = "retried"
-    """Their next step starts where the lost one did."""
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerConfig:
-    """Limits of the simulated scheduler."""
-
-    num_blocks: int
-    """KV blocks, the null block included."""
-    block_size: int
-    max_num_tokens: int
-    """Token budget of a step (vLLM: `max_num_batched_tokens`)."""
-    max_num_requests: int = 16
-    """Requests that run at one time (vLLM: `max_num_seqs`)."""
-    max_chunk_tokens: int | None = None
-    """Most prompt tokens of one request in one step (vLLM: `long_prefill_token_threshold`)."""
-    partial_block_hits: bool = False
-    """Whether a hit may end inside a block: that block is copied, as vLLM does where its match unit is smaller."""
-
-
-@dataclass(frozen=True, slots=True)
-class ScheduledRun:
-    """Positions `[start, stop)` of one request, to be computed in this step."""
-
-    track: TokenTrack
-    start: int
-    stop: int
-    block_ids: tuple[int, ...]
-    """The request's whole table at this step."""
-    first: bool
-    """The request's first step that runs: `[0, start)` is its prefix hit."""
-
-    @property
-    def req_id(self) -> str:
-        """The request's id."""
-        return self.track.req_id
-
-    @property
-    def num_tokens(self) -> int:
-        """Rows the run brings."""
-        return self.stop - self.start
-
-    @property
-    def is_chunk(self) -> bool:
-        """Whether the run is one of several that the prompt was cut into, or ends short of the prompt."""
-        prompt = len(self.track.request.prompt_token_ids)
-        return self.stop < prompt or (not self.first and self.start < prompt)
-
-
-@dataclass(frozen=True, slots=True)
-class SimSchedule:
-    """One step as scheduled."""
-
-    number: int
-    """Counts the calls of `schedule`, from 0."""
-    events: StepEvents
-    runs: tuple[ScheduledRun, ...]
-
-    @property
-    def num_tokens(self) -> int:
-        """Rows the step would compute."""
-        return sum(run.num_tokens for run in self.runs)
-
-
-@dataclass(slots=True)
-class _Running:
-    track: TokenTrack
-    block_ids: list[int]
-    num_computed: int
-    max_blocks: int
-    ran: bool = False
-    """Whether a forward computed any of it."""
-    hashed: list[HashedBlock] = field(default_factory=list)
-    num_published: int = 0
+def no_drafts(track: TokenTrack) -> Sequence[int]:
+    """The proposer that never guesses."""
+    return ()
 
 
 class SimScheduler:
-    """The scheduler. Engine thread only."""
+    """The scheduler. Engine thread only.
 
-    def __init__(self, config: SchedulerConfig) -> None:
+    Args:
+        config: limits, and how often it does what is rare.
+        propose_drafts: asked for each decode step if the configuration has drafts.
+    """
+
+    def __init__(self, config: SchedulerConfig, propose_drafts: DraftProposer = no_drafts) -> None:
         self.config = config
-        self.allocator = SimBlockAllocator(config.num_blocks, config.block_size)
-        self._waiting: deque[SimRequest] = deque()
-        self._running: dict[str, _Running] = {}
+        self._tables = SimTables(config)
+        self.allocator = self._tables.allocator
+        self._propose_drafts = propose_drafts
+        self._rng = random.Random(f"scheduler {config.mishaps.seed}")
+        self._waiting: deque[LiveRequest] = deque()
+        self._running: dict[str, LiveRequest] = {}
         self._ended: list[RequestEvent] = []
-        self._copy_sources: list[int] = []
-        self._published_now: set[int] = set()
+        self._plans: list[Plan] = []
+        self._blocked = False
         self._num_schedules = 0
 
     @property
     def waiting(self) -> tuple[str, ...]:
-        """Ids of requests not yet admitted, first to be admitted first."""
-        return tuple(request.req_id for request in self._waiting)
+        """Ids of requests that wait to be admitted, for the first time or again."""
+        return tuple(live.req_id for live in self._waiting)
 
     @property
     def running(self) -> tuple[str, ...]:
@@ -124,8 +61,10 @@ class SimScheduler:
 
     @property
     def has_news(self) -> bool:
-        """Whether a step would compute or report anything."""
+        """Whether a step would compute or report anything, now or later."""
         return bool(self._waiting or self._running or self._ended)
+
+    # -- between two steps --------------------------------------------------------------------------------------------
 
     def add(self, request: SimRequest) -> None:
         """Queue a request.
@@ -133,84 +72,95 @@ class SimScheduler:
         Raises:
             ValueError: the id is in use, or the request could never be admitted.
         """
-        if request.req_id in self._running or request.req_id in self.waiting:
+        if self._find(request.req_id) is not None:
             raise ValueError(f"request {request.req_id!r} is already waiting or running")
-        needed = self._blocks_for(request.max_rows)
-        if needed > self.config.num_blocks - 1:
-            raise ValueError(
-                f"request {request.req_id!r} needs {needed} blocks; num_blocks={self.config.num_blocks} has "
-                f"{self.config.num_blocks - 1} to give"
-            )
-        self._waiting.append(request)
+        self._check_size(request)
+        self._waiting.append(LiveRequest.of(request))
 
     def abort(self, req_id: str) -> bool:
         """End a request at once: its blocks are free now, and the next schedule reports it. `False`: not known."""
-        for request in self._waiting:
-            if request.req_id == req_id:
-                self._waiting.remove(request)
-                break
-        else:
-            if req_id not in self._running:
-                return False
-            self._release(req_id)
+        live = self._find(req_id)
+        if live is None:
+            return False
+        self._drop(live)
         self._ended.append(RequestEvent(RequestEventKind.ABORTED, req_id))
         return True
 
+    def preempt(self, req_id: str, *, hold: int = 0) -> bool:
+        """Take a running request's blocks away; it comes back with a fresh hit. `False`: it is not running.
+
+        Args:
+            req_id: the request.
+            hold: schedules that pass before it may come back.
+        """
+        if self.config.preemption is Preemption.NEVER or req_id not in self._running:
+            return False
+        self._preempt(self._running[req_id], hold)
+        return True
+
+    def replace(self, request: SimRequest) -> bool:
+        """Give a request that has not ended other content; its computed prefix stays where both agree.
+
+        Returns:
+            `False`: the id is not known, or its new content could never be admitted.
+        """
+        live = self._find(request.req_id)
+        if live is None or self._tables.max_blocks(request) > self.config.num_blocks - 1:
+            return False
+        if not live.block_ids:
+            live.take_content(request)
+            return True
+        if self.config.preemption is Preemption.NEVER and not self._tables.can_reserve(request, self._lives(), live):
+            return False
+        kept = live.take_content(request)
+        self._tables.keep_prefix(live, kept, self._rng)
+        return True
+
+    # -- one step -----------------------------------------------------------------------------------------------------
+
     def schedule(self) -> SimSchedule:
         """Decide the next step, allocate its blocks and publish their hashes."""
-        events, self._ended = self._ended, []
-        copies: list[BlockCopy] = []
-        runs: list[ScheduledRun] = []
-        self._published_now.clear()
-        budget = self.config.max_num_tokens
-        for running in self._running.values():
-            if budget == 0:
-                break
-            count = self._chunk(running, budget)
-            added = self._grow(running, count)
-            if added:
-                events.append(RequestEvent(RequestEventKind.EXTENDED, running.track.req_id, tuple(added)))
-            runs.append(self._run(running, count))
-            budget -= count
-        while self._waiting and budget and len(self._running) < self.config.max_num_requests:
-            admitted = self._admit(self._waiting[0], copies)
-            if admitted is None:
-                break
-            self._waiting.popleft()
-            count = self._chunk(admitted, budget)
-            self._grow(admitted, count)
-            self._running[admitted.track.req_id] = admitted
-            run = self._run(admitted, count)
-            events.append(
-                RequestEvent(RequestEventKind.STARTED, run.req_id, run.block_ids, admitted.num_computed, count)
-            )
-            runs.append(run)
-            budget -= count
+        mishaps, rng = self.config.mishaps, self._rng
+        self._plans, self._blocked = [], False
+        self._tables.begin_schedule()
+        if self._running and rng.random() < mishaps.preempted:
+            self._preempt(self._running[rng.choice(self.running)], rng.randint(0, 3))
+        budget, pressed = self._schedule_running(self.config.max_num_tokens)
+        if not pressed:
+            budget = self._schedule_waiting(budget)
+        if self._blocked and not self._running and self.config.preemption is not Preemption.NEVER:
+            self._free_waiting_blocks()
+            self._schedule_waiting(budget)
+        takeable = [plan for plan in self._plans if plan.published and not plan.copies]
+        if takeable and rng.random() < mishaps.taken_back:
+            self._take_back(rng.choice(takeable))
         self._num_schedules += 1
-        return SimSchedule(self._num_schedules - 1, StepEvents(tuple(events), tuple(copies)), tuple(runs))
+        return self._announced()
 
-    def complete(self, schedule: SimSchedule, sample: Callable[[TokenTrack], int]) -> tuple[str, ...]:
-        """Take in that the step ran: sample where all known tokens are computed, end what is done.
+    def complete(self, schedule: SimSchedule, sampled: SampledTokens) -> tuple[str, ...]:
+        """Take in that the step ran: accept what was sampled, end what is done.
 
         Returns:
             Ids that finished: their blocks are free now, and the next schedule reports them.
         """
-        self._release_copy_sources()
+        self._tables.end_step()
         finished = []
         for run in schedule.runs:
-            running = self._running.get(run.req_id)
-            if running is None:
+            live = self._running.get(run.req_id)
+            if live is None or live.track is not run.track:
                 continue
-            running.num_computed = run.stop
-            running.ran = True
-            if run.stop < len(run.track.token_ids):
-                continue
-            if run.stop == run.track.request.max_rows:
+            tokens = sampled.get(run.req_id, ())
+            live.num_computed = run.known_stop + max(0, len(tokens) - 1)
+            live.track.token_ids.extend(tokens)
+            if live.waits_for_piece:
+                del self._running[run.req_id]
+                live.entry = Entry.CONTINUED
+                live.not_before = self._num_schedules + self._rng.randint(0, self.config.mishaps.piece_delay)
+                self._waiting.append(live)
+            elif live.num_computed == run.track.request.max_rows:
                 finished.append(run.req_id)
-                self._release(run.req_id)
+                self._drop(live)
                 self._ended.append(RequestEvent(RequestEventKind.FINISHED, run.req_id))
-            else:
-                run.track.token_ids.append(sample(run.track))
         return tuple(finished)
 
     def lose(self, schedule: SimSchedule, what_then: LostForward) -> tuple[str, ...]:
@@ -219,73 +169,111 @@ class SimScheduler:
         Returns:
             Ids that were aborted for it.
         """
-        self._release_copy_sources()
+        self._tables.end_step()
         if what_then is LostForward.RETRIED:
             return ()
         return tuple(run.req_id for run in schedule.runs if self.abort(run.req_id))
 
-    def _blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.config.block_size)
+    # -- inside a schedule --------------------------------------------------------------------------------------------
 
-    def _chunk(self, running: _Running, budget: int) -> int:
-        count = min(budget, len(running.track.token_ids) - running.num_computed)
-        return count if self.config.max_chunk_tokens is None else min(count, self.config.max_chunk_tokens)
+    def _schedule_running(self, budget: int) -> tuple[int, bool]:
+        pressed = False
+        for live in tuple(self._running.values()):
+            if budget == 0 or live.req_id not in self._running:
+                break
+            drafts = self._drafts(live, budget)
+            stop = live.num_computed + self._chunk(live, budget) + len(drafts)
+            while not self._tables.can_grow(live, stop):
+                pressed = True
+                victim = next(reversed(self._running.values()))
+                self._preempt(victim, 0)
+                if victim is live:
+                    return budget, pressed
+            budget -= self._plan(live, stop, drafts)
+        return budget, pressed
 
-    def _run(self, running: _Running, count: int) -> ScheduledRun:
-        start = running.num_computed
-        return ScheduledRun(running.track, start, start + count, tuple(running.block_ids), not running.ran)
+    def _schedule_waiting(self, budget: int) -> int:
+        self._blocked = False
+        for live in tuple(self._waiting):
+            if not budget or len(self._running) >= self.config.max_num_requests:
+                break
+            if live.not_before > self._num_schedules or (self._blocked and not live.block_ids):
+                continue
+            if live.waits_for_piece:
+                live.receive_piece()
+            if not self._tables.admit(live, self._chunk_limit(budget), self._lives()):
+                self._blocked = True
+                continue
+            self._waiting.remove(live)
+            self._running[live.req_id] = live
+            budget -= self._plan(live, live.num_computed + self._chunk(live, budget), ())
+        return budget
 
-    def _grow(self, running: _Running, count: int) -> list[int]:
-        stop = running.num_computed + count
-        added = self.allocator.allocate(self._blocks_for(stop) - len(running.block_ids))
-        running.block_ids.extend(added)
-        extend_hashed_blocks(running.hashed, running.track, self.config.block_size)
-        for index in range(running.num_published, stop // self.config.block_size):
-            self.allocator.publish(running.block_ids[index], running.hashed[index])
-            self._published_now.add(running.block_ids[index])
-            running.num_published = index + 1
-        return added
+    def _plan(self, live: LiveRequest, stop: int, drafts: Sequence[int]) -> int:
+        start = live.num_computed
+        added, published = self._tables.grow(live, stop, stop - len(drafts))
+        samples = stop - len(drafts) == live.num_known and not live.pieces
+        run = ScheduledRun(live.track, start, stop, tuple(live.block_ids), samples, tuple(drafts))
+        self._plans.append(Plan(live, run, added, published, self._tables.take_copies(live)))
+        return run.num_tokens
 
-    def _admit(self, request: SimRequest, copies: list[BlockCopy]) -> _Running | None:
-        track = TokenTrack(request)
-        hashed: list[HashedBlock] = []
-        extend_hashed_blocks(hashed, track, self.config.block_size)
-        max_hit = len(request.prompt_token_ids) - 1
-        hit = self.allocator.find_prefix(hashed, max_hit)
-        owed = sum(running.max_blocks - len(running.block_ids) for running in self._running.values())
-        max_blocks = self._blocks_for(request.max_rows)
-        available = self.allocator.num_free_blocks - owed - sum(self.allocator.is_free(block) for block in hit)
-        if max_blocks - len(hit) > available:
-            return None
-        self.allocator.touch(hit)
-        admitted = _Running(
-            track, list(hit), len(hit) * self.config.block_size, max_blocks, hashed=hashed, num_published=len(hit)
-        )
-        # One spare block, because holding the source may keep a free block from those the running requests are owed.
-        if self.config.partial_block_hits and max_blocks - len(hit) < available:
-            self._hit_inside_next_block(admitted, max_hit, copies)
-        return admitted
+    def _drafts(self, live: LiveRequest, budget: int) -> Sequence[int]:
+        if not self.config.max_draft_tokens or not live.decodes:
+            return ()
+        most = min(self.config.max_draft_tokens, budget - 1, live.track.request.max_rows - live.num_known)
+        return self._propose_drafts(live.track)[: max(0, most)]
 
-    def _hit_inside_next_block(self, admitted: _Running, max_hit: int, copies: list[BlockCopy]) -> None:
-        start = admitted.num_computed
-        stop = min(start + self.config.block_size, max_hit)
-        wanted = admitted.track.content(start, stop)
-        depth = len(admitted.block_ids)
-        parent = admitted.hashed[depth - 1].block_hash if depth else salt_hash(admitted.track.request.salt)
-        source, shared = self.allocator.find_inside(parent, wanted, self._published_now)
-        if source is None:
-            return
-        self.allocator.touch([source])
-        self._copy_sources.append(source)
-        (destination,) = self.allocator.allocate(1)
-        admitted.block_ids.append(destination)
-        admitted.num_computed = start + shared
-        copies.append(BlockCopy(source, destination))
+    def _chunk(self, live: LiveRequest, budget: int) -> int:
+        return min(live.num_known - live.num_computed, self._chunk_limit(budget))
 
-    def _release(self, req_id: str) -> None:
-        self.allocator.free(self._running.pop(req_id).block_ids)
+    def _chunk_limit(self, budget: int) -> int:
+        return budget if self.config.max_chunk_tokens is None else min(budget, self.config.max_chunk_tokens)
 
-    def _release_copy_sources(self) -> None:
-        for source in self._copy_sources:
-            self.allocator.free([source])
-        self._copy_sources.clear()
+    def _take_back(self, plan: Plan) -> None:
+        self._plans.remove(plan)
+        self._preempt(plan.live, self._rng.randint(0, 3))
+
+    def _announced(self) -> SimSchedule:
+        events, self._ended = self._ended, []
+        filled: list[FilledBlock] = []
+        for plan in self._plans:
+            event, newly_filled = announce(plan, self.config)
+            events.extend([] if event is None else [event])
+            filled.extend(newly_filled)
+        copies = tuple(copy for plan in self._plans for copy in plan.copies)
+        runs = tuple(plan.run for plan in self._plans)
+        return SimSchedule(self._num_schedules - 1, StepEvents(tuple(events), copies, tuple(filled)), runs)
+
+    # -- requests -----------------------------------------------------------------------------------------------------
+
+    def _check_size(self, request: SimRequest) -> None:
+        needed = self._tables.max_blocks(request)
+        if needed > self.config.num_blocks - 1:
+            raise ValueError(
+                f"request {request.req_id!r} needs {needed} blocks; num_blocks={self.config.num_blocks} has "
+                f"{self.config.num_blocks - 1} to give"
+            )
+
+    def _find(self, req_id: str) -> LiveRequest | None:
+        live = self._running.get(req_id)
+        return live or next((waiting for waiting in self._waiting if waiting.req_id == req_id), None)
+
+    def _lives(self) -> list[LiveRequest]:
+        return [*self._running.values(), *self._waiting]
+
+    def _preempt(self, live: LiveRequest, hold: int) -> None:
+        self._drop(live)
+        live.lose_blocks()
+        live.not_before = self._num_schedules + hold
+        self._waiting.appendleft(live)
+
+    def _drop(self, live: LiveRequest) -> None:
+        if self._running.pop(live.req_id, None) is None:
+            self._waiting.remove(live)
+        self._tables.free(live)
+
+    def _free_waiting_blocks(self) -> None:
+        """Nothing runs and nothing fits: requests that wait for a piece of prompt hold the blocks others need."""
+        for live in self._waiting:
+            self._tables.free(live)
+            live.lose_blocks()

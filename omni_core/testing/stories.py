@@ -8,13 +8,16 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from omni_core.prefix_cache.errors import OmniPrefixCacheError
+from omni_core.testing.engine_schedule import ScheduledRun
 from omni_core.testing.fake_model import FakeKey, FakeModel, hidden_key
 from omni_core.testing.oracle import OracleViolationError
 from omni_core.testing.output_builder import BuiltStep
+from omni_core.testing.scheduler_config import SchedulerConfig
 from omni_core.testing.sim_engine import SavedStep
 from omni_core.testing.sim_request import ImageSpan, SimRequest
-from omni_core.testing.sim_scheduler import ScheduledRun, SchedulerConfig
-from omni_core.testing.sim_stage import CacheFactory, SimStage, StageConfig
+from omni_core.testing.sim_scheduler import SimScheduler
+from omni_core.testing.sim_stage import CacheFactory, SimStage
+from omni_core.testing.stage_config import StageConfig
 
 IMAGE_WORD = "Im"
 """Words `Im0`, `Im1`, … stand for the positions of one image; they share one placeholder token."""
@@ -134,7 +137,10 @@ class _Recorder:
         longest = sum(len(prompt.words) for wave in scenario.waves for prompt in wave)
         scheduler = SchedulerConfig(scenario.num_blocks, scenario.block_size, max_num_tokens=longest)
         model = FakeModel(hidden_key(scenario.hidden_size), scenario.keys)
-        self._stage = SimStage(StageConfig(scheduler), model, make_cache=make_cache)
+        self._scheduler = SimScheduler(scheduler)
+        self._stage = SimStage(
+            StageConfig(scheduler), model, make_cache=make_cache, make_scheduler=lambda _: self._scheduler
+        )
         self._story = story
         self._token_ids: dict[str, int] = {}
         self._words: dict[str, tuple[str, ...]] = {}
@@ -186,7 +192,7 @@ class _Recorder:
                 tuple(written.get(state.block_id, ())),
                 tuple(hit.get(state.block_id, ())),
             )
-            for state in self._stage.engine.scheduler.allocator.states()
+            for state in self._scheduler.allocator.states()
         )
 
     def _visitor(self, found: list[StoryDelivery]) -> Callable[[BuiltStep], None]:

@@ -35,7 +35,15 @@ LAYERS = {  # layer -> the other layers it may import; a module belongs to the l
     "omni_core.prefix_cache": {*CORE},
     "omni_core.sinks": {*CORE, "omni_core.prefix_cache"},
     "omni_core.telemetry": {*CORE, "omni_core.prefix_cache"},
-    "omni_core.testing": {*CORE, "omni_core.backend.registry", "omni_core.prefix_cache", "omni_core.sinks"},
+    "omni_core.testing": {
+        *CORE,
+        "omni_core.backend.registry",
+        "omni_core.prefix_cache",
+        "omni_core.sinks",
+        "omni_core.testing.os_threads",
+    },
+    "omni_core.testing.os_threads": {"omni_core"},  # real threads under the testing runtimes, and nothing else
+    "omni_core.pytest_plugin": {"omni_core", "omni_core.testing"},  # inside its fixtures; nothing but pytest at load
     "omni_core.integrations": {*CORE, "omni_core.backend.registry", "omni_core.prefix_cache", "omni_core.sinks"},
     "omni_core.cli": {
         *CORE,
@@ -61,7 +69,7 @@ ONLY_IMPORTED_BY = {  # foreign package -> the only layers that may import it
     "torch.Event": {"omni_core_cuda", "omni_core_npu"},
     "torch.Stream": {"omni_core_cuda", "omni_core_npu"},
     "stevedore": {"omni_core.plugins"},
-    "threading": {"omni_core.runtime"},
+    "threading": {"omni_core.runtime", "omni_core.testing.os_threads"},
     "_thread": set(),
     "queue": set(),
     "asyncio": set(),
@@ -190,7 +198,7 @@ def test_every_layer_and_source_root_exists():
         ("omni_core/backend/x.py", "from torch import cuda", "x uses torch.cuda"),
         ("omni_core/integrations/x.py", "import torch\ntorch.Event()", "x uses torch.Event; only"),
         ("backends/cpu_sim/omni_core_cpu_sim/x.py", "import torch_npu", "uses torch_npu; only omni_core_npu may"),
-        ("omni_core/prefix_cache/x.py", "import threading", "x uses threading; only omni_core.runtime may"),
+        ("omni_core/prefix_cache/x.py", "import threading", "x uses threading; only omni_core.runtime, omni"),
         ("backends/cpu_sim/omni_core_cpu_sim/x.py", "from queue import Queue", "uses queue.Queue; nothing here may"),
         ("omni_core/integrations/x.py", "from concurrent.futures import Future", "nothing here may"),
         ("omni_core/sinks/x.py", "import time\ntime.sleep(1)", "x uses time.sleep; only omni_core.runtime may"),

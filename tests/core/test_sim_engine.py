@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The simulator and its judge: blocks behave as vLLM's do, rows say where they belong, and a wrong cache is noticed."""
+"""The simulated stage: rows say where they belong, and every life cycle runs through the real cache and is judged."""
 
 from dataclasses import replace
 
@@ -7,15 +7,14 @@ import numpy as np
 import pytest
 import torch
 
-from omni_core.prefix_cache.config import HIDDEN_KEY
-from omni_core.prefix_cache.errors import HitRowsAbsentError
-from omni_core.prefix_cache.events import RequestEventKind
+from omni_core.prefix_cache.config import Delivery
+from omni_core.prefix_cache.errors import ContentReplacedError, HitRowsAbsentError
 from omni_core.testing import (
     FakeKey,
     FakeModel,
-    ImageSpan,
     LostForward,
-    OracleViolationError,
+    Mishaps,
+    Preemption,
     PrefixDigester,
     RowKind,
     RowTap,
@@ -23,180 +22,18 @@ from omni_core.testing import (
     SimRequest,
     SimStage,
     StageConfig,
-    WorkloadConfig,
     hidden_key,
-    run_workload,
 )
 from omni_core.testing.fake_model import GARBAGE_BYTE, FakeRun
 from omni_core.testing.reference_cache import ReferenceCache
+from omni_core.testing.sampling import SimDrafter
 from omni_core.testing.sim_engine import StepFaults
 from omni_core.testing.sim_request import TokenTrack
-from omni_core.testing.sim_scheduler import SimScheduler
 
 GEOMETRY = SchedulerConfig(num_blocks=8, block_size=4, max_num_tokens=64)
+PREEMPTING = replace(GEOMETRY, num_blocks=16, preemption=Preemption.RECOMPUTE_V1)
 PROMPT = tuple(range(1, 13))
-
-
-def next_token(track):
-    return 100 + len(track.token_ids)
-
-
-def run_steps(scheduler, count=1):
-    schedules = []
-    for _ in range(count):
-        schedules.append(scheduler.schedule())
-        scheduler.complete(schedules[-1], next_token)
-    return schedules
-
-
-def events_of(schedule, kind):
-    return {event.req_id: event for event in schedule.events.requests if event.kind is kind}
-
-
-def started(schedule):
-    return events_of(schedule, RequestEventKind.STARTED)
-
-
-# -- blocks and scheduling ---------------------------------------------------------------------------------------------
-
-
-def test_the_null_block_is_never_handed_out():
-    scheduler = SimScheduler(GEOMETRY)
-    scheduler.add(SimRequest("a", tuple(range(28))))
-    (schedule,) = run_steps(scheduler)
-    assert started(schedule)["a"].block_ids == (1, 2, 3, 4, 5, 6, 7)
-
-
-def test_a_hit_covers_whole_blocks_and_never_the_last_prompt_token():
-    scheduler = SimScheduler(GEOMETRY)
-    scheduler.add(SimRequest("a", PROMPT))
-    run_steps(scheduler)
-    for req_id, prompt, hit in (("same", PROMPT, 8), ("longer", (*PROMPT, 99), 12), ("shorter", PROMPT[:6], 4)):
-        scheduler.add(SimRequest(req_id, prompt))
-        (schedule,) = run_steps(scheduler)
-        assert started(schedule)[req_id].num_computed_tokens == hit
-        assert started(schedule)[req_id].block_ids[: hit // 4] == (1, 2, 3)[: hit // 4]
-
-
-def test_hashes_are_published_at_allocation_so_a_request_of_the_same_step_hits():
-    scheduler = SimScheduler(GEOMETRY)
-    scheduler.add(SimRequest("a", PROMPT))
-    scheduler.add(SimRequest("b", PROMPT))
-    schedule = scheduler.schedule()
-    assert started(schedule)["b"].num_computed_tokens == 8
-    assert started(schedule)["b"].block_ids[:2] == started(schedule)["a"].block_ids[:2]
-
-
-@pytest.mark.parametrize(
-    ("first", "second"),
-    [
-        (SimRequest("a", PROMPT, salt="x"), SimRequest("b", PROMPT, salt="y")),
-        (
-            SimRequest("a", (9,) * 12, images=(ImageSpan(0, 6, "cat"),)),
-            SimRequest("b", (9,) * 12, images=(ImageSpan(0, 6, "dog"),)),
-        ),
-    ],
-    ids=["salt", "image"],
-)
-def test_equal_tokens_of_another_identity_share_no_block(first, second):
-    scheduler = SimScheduler(GEOMETRY)
-    scheduler.add(first)
-    scheduler.add(second)
-    assert started(scheduler.schedule())["b"].num_computed_tokens == 0
-
-
-def test_freed_blocks_are_reused_tail_first_and_unhashed_ones_before_all():
-    scheduler = SimScheduler(GEOMETRY)
-    scheduler.add(SimRequest("a", tuple(range(10))))  # blocks 1, 2 full, 3 half full
-    run_steps(scheduler)
-    assert scheduler.allocator.free_queue() == (3, 4, 5, 6, 7, 2, 1)
-
-
-def test_a_reused_block_is_no_longer_found():
-    scheduler = SimScheduler(replace(GEOMETRY, num_blocks=4))
-    scheduler.add(SimRequest("a", PROMPT))
-    run_steps(scheduler)
-    scheduler.add(SimRequest("b", (50, 51, 52, 53)))  # takes block 3, the tail of a
-    run_steps(scheduler)
-    scheduler.add(SimRequest("c", (*PROMPT[:8], 77)))
-    (schedule,) = run_steps(scheduler)
-    assert started(schedule)["c"].num_computed_tokens == 8
-    scheduler.add(SimRequest("d", (*PROMPT, 77, 78, 79, 80)[:12]))
-    assert started(scheduler.schedule())["d"].num_computed_tokens == 8
-
-
-def test_long_prompts_are_cut_to_the_budget_and_to_the_chunk_limit():
-    scheduler = SimScheduler(replace(GEOMETRY, max_num_tokens=6, max_chunk_tokens=5))
-    scheduler.add(SimRequest("a", PROMPT))
-    scheduler.add(SimRequest("b", (40, 41, 42)))
-    runs = [[(run.req_id, run.start, run.stop) for run in schedule.runs] for schedule in run_steps(scheduler, 3)]
-    assert runs == [[("a", 0, 5), ("b", 0, 1)], [("a", 5, 10), ("b", 1, 2)], [("a", 10, 12), ("b", 2, 3)]]
-
-
-def test_a_finished_request_has_prompt_plus_outputs_minus_one_rows():
-    scheduler = SimScheduler(GEOMETRY)
-    scheduler.add(SimRequest("a", PROMPT[:3], max_output_tokens=4))
-    schedules = run_steps(scheduler, 5)
-    assert [(run.start, run.stop) for schedule in schedules for run in schedule.runs] == [
-        (0, 3),
-        (3, 4),
-        (4, 5),
-        (5, 6),
-    ]
-    assert [set(events_of(schedule, RequestEventKind.EXTENDED)) for schedule in schedules[:4]] == [
-        set(),
-        set(),
-        {"a"},
-        set(),
-    ]
-    assert set(events_of(schedules[4], RequestEventKind.FINISHED)) == {"a"}
-
-
-def test_blocks_of_a_finished_request_can_be_handed_out_in_the_step_that_reports_it():
-    scheduler = SimScheduler(replace(GEOMETRY, num_blocks=4))
-    scheduler.add(SimRequest("a", PROMPT))
-    scheduler.add(SimRequest("b", tuple(range(50, 62))))
-    _, schedule = run_steps(scheduler, 2)
-    assert set(events_of(schedule, RequestEventKind.FINISHED)) == {"a"}
-    assert set(started(schedule)["b"].block_ids) == {1, 2, 3}
-
-
-@pytest.mark.parametrize("steps_before", [0, 1, 4], ids=["waiting", "mid-prefill", "decoding"])
-def test_an_abort_frees_blocks_at_once_and_is_reported_with_the_next_step(steps_before):
-    scheduler = SimScheduler(replace(GEOMETRY, max_chunk_tokens=5))
-    scheduler.add(SimRequest("a", PROMPT, max_output_tokens=9))
-    run_steps(scheduler, steps_before)
-    assert scheduler.abort("a")
-    assert scheduler.allocator.num_free_blocks == 7
-    schedule = scheduler.schedule()
-    assert set(events_of(schedule, RequestEventKind.ABORTED)) == {"a"}
-    assert schedule.runs == ()
-    assert not scheduler.abort("a")
-
-
-def test_admission_waits_rather_than_preempts():
-    scheduler = SimScheduler(GEOMETRY)  # 7 blocks to give
-    scheduler.add(SimRequest("a", PROMPT[:4], max_output_tokens=13))  # will need 4
-    scheduler.add(SimRequest("b", tuple(range(50, 64))))  # needs 4
-    assert [run.req_id for run in scheduler.schedule().runs] == ["a"]
-
-
-def test_a_request_that_can_never_be_admitted_is_refused_with_the_numbers():
-    with pytest.raises(ValueError, match="needs 8 blocks; num_blocks=8 has 7"):
-        SimScheduler(GEOMETRY).add(SimRequest("a", tuple(range(29))))
-
-
-def test_a_hit_inside_a_block_copies_that_block():
-    scheduler = SimScheduler(replace(GEOMETRY, partial_block_hits=True))
-    scheduler.add(SimRequest("a", PROMPT))
-    run_steps(scheduler)
-    scheduler.add(SimRequest("b", (*PROMPT[:6], 70, 71, 72)))
-    schedule = scheduler.schedule()
-    event = started(schedule)["b"]
-    (copy,) = schedule.events.block_copies
-    assert event.num_computed_tokens == 6
-    assert (copy.source_block_id, copy.destination_block_id) == (2, event.block_ids[1])
-    assert copy.destination_block_id != 2
+CODES = FakeKey("codes", (3,), torch.int64)
 
 
 # -- rows --------------------------------------------------------------------------------------------------------------
@@ -296,7 +133,7 @@ def test_a_copied_block_brings_the_rows_of_the_hit_and_no_others():
     """The hit ends inside a block; the rows behind it are of other tokens, and must not come back as this prompt's."""
     scheduler = replace(GEOMETRY, num_blocks=12, partial_block_hits=True)
     delivered = {}
-    with stage_of(scheduler, keys=(FakeKey("codes", (3,), torch.int64),)) as stage:
+    with stage_of(scheduler, keys=(CODES,)) as stage:
         for req_id, prompt, emitted in (
             ("a", PROMPT, {"codes"}),
             ("b", (*PROMPT[:6], 70, 71, 72), set()),  # copies block 1 of a; 6 of its rows are b's too
@@ -336,151 +173,164 @@ def test_what_the_cache_raises_for_a_builder_reaches_the_engine(threaded_builder
             stage.run_to_end()
 
 
-# -- the judge ---------------------------------------------------------------------------------------------------------
+# -- life cycles, each through the real cache --------------------------------------------------------------------------
 
 
-class StaleRows(ReferenceCache):
-    """Rows of a block's previous tenant stay readable."""
+def deliver(stage, step, **options):
+    """Build a step; the ranges, or the error's type, of each of its requests."""
+    found = {}
 
-    def begin_tenancy(self, block_ids):
-        return None
+    def visit(built):
+        found.update({req_id: rows.ranges for req_id, rows in built.outputs.items()})
+        found.update({req_id: type(error) for req_id, error in built.outputs.failed.items()})
 
-
-class LiveBuffers(ReferenceCache):
-    """Reads the engine's output buffers after it overwrote them."""
-
-    def snapshot(self, rows):
-        return rows
-
-
-class LostWrites(ReferenceCache):
-    """Every seventh slot is never written, and reads zeros."""
-
-    def read_hit(self, req_id, request):
-        found = super().read_hit(req_id, request)
-        for position in found:
-            if position % 7 == 6:
-                found[position] = {HIDDEN_KEY: torch.zeros(self.config.hidden_size, dtype=self.config.hidden_dtype)}
-        return found
+    stage.build(step)
+    stage.collect(visit, **options)
+    return found
 
 
-class ShiftedHits(ReferenceCache):
-    """A hit's rows are those of the position before."""
-
-    def read_hit(self, req_id, request):
-        found = super().read_hit(req_id, request)
-        return {position: found[max(position - 1, 0)] for position in found}
-
-
-class MissedHits(ReferenceCache):
-    """Hits are left out: what an engine without the cache gives."""
-
-    def read_hit(self, req_id, request):
-        return {}
+@pytest.mark.parametrize("form", [Preemption.RECOMPUTE_V1, Preemption.RECOMPUTE_V2])
+def test_a_preempted_request_gets_each_row_once(form):
+    with stage_of(replace(PREEMPTING, preemption=form)) as stage:
+        stage.submit(SimRequest("a", PROMPT, max_output_tokens=4))
+        assert deliver(stage, stage.step()) == {"a": ((0, 12),)}
+        assert deliver(stage, stage.step()) == {"a": ((12, 13),)}
+        stage.engine.scheduler.preempt("a")  # comes back with a hit of 12
+        assert deliver(stage, stage.step()) == {"a": ((13, 14),)}
+        stage.run_to_end()
+        assert stage.oracle.counts[RowKind.RECOMPUTED] == 1
 
 
-class ServesAbsentRows(ReferenceCache):
-    """A hit with absent hidden rows reads zeros."""
-
-    def read_hit(self, req_id, request):
-        found = super().read_hit(req_id, request)
-        request.error = None
-        zero = torch.zeros(self.config.hidden_size, dtype=self.config.hidden_dtype)
-        return {position: {HIDDEN_KEY: zero} | rows for position, rows in found.items()}
-
-
-class FailsWithoutCause(ReferenceCache):
-    """A hit always fails."""
-
-    def read_hit(self, req_id, request):
-        found = super().read_hit(req_id, request)
-        if found:
-            request.error = HitRowsAbsentError(req_id, "refused for no reason")
-        return found
+def test_a_longer_hit_after_a_preemption_is_read_back():
+    scheduler = replace(PREEMPTING, max_chunk_tokens=4)
+    with stage_of(scheduler) as stage:
+        stage.submit(SimRequest("a", (*PROMPT, 50)))
+        stage.submit(SimRequest("b", (*PROMPT, 60)))
+        assert deliver(stage, stage.step()) == {"a": ((0, 4),), "b": ((0, 8),)}
+        stage.engine.scheduler.preempt("b", hold=2)
+        stage.build(stage.step())
+        stage.build(stage.step())
+        assert deliver(stage, stage.step())["b"] == ((8, 13),)
+        stage.run_to_end()
+        assert stage.oracle.counts[RowKind.RESUMED] == 4
 
 
-class ForgetsDiscarded(ReferenceCache):
-    """Rows of a discarded step are gone."""
-
-    def owe(self, req_id, rows):
-        return None
-
-
-class DeliversTwice(ReferenceCache):
-    """Rows of a delivered step are delivered again."""
-
-    def join(self, req_id, rows, leftovers):
-        self.owe(req_id, rows)
-        return super().join(req_id, rows, leftovers)
+def test_each_piece_of_a_prompt_delivers_its_own_rows():
+    with stage_of(replace(GEOMETRY, mishaps=Mishaps(piece_delay=0))) as stage:
+        stage.submit(SimRequest("a", PROMPT[:6], later_pieces=(PROMPT[6:9], PROMPT[9:])))
+        assert [deliver(stage, stage.step())["a"] for _ in range(3)] == [((0, 6),), ((6, 9),), ((9, 12),)]
+        stage.run_to_end()
 
 
-class SilentZeros(ReferenceCache):
-    """Zeros are not declared in `zero_ranges`."""
-
-    def join(self, req_id, rows, leftovers):
-        return replace(super().join(req_id, rows, leftovers), zero_ranges={})
-
-
-class NeighboursLeftovers(ReferenceCache):
-    """Every request gets the whole batch's leftovers of another."""
-
-    def join(self, req_id, rows, leftovers):
-        return super().join(req_id, rows, dict.fromkeys(leftovers))
+def test_late_results_of_replaced_content_are_refused_and_the_new_content_comes_whole():
+    with stage_of() as stage:
+        stage.submit(SimRequest("a", PROMPT, max_output_tokens=9))
+        late = stage.step()
+        stage.engine.scheduler.replace(SimRequest("a", (*PROMPT[:6], 77, 78)))
+        assert deliver(stage, stage.step()) == {"a": ((0, 8),)}
+        assert deliver(stage, late) == {"a": ContentReplacedError}
+        stage.run_to_end()
+        assert stage.oracle.counts[RowKind.REPLACED] == 8 + 12
 
 
-class RoundedRows(ReferenceCache):
-    """Rows are off in their last bit."""
-
-    def write(self, slot, rows):
-        super().write(
-            slot, {key: (row + 1 if not row.is_floating_point() else row * 1.01) for key, row in rows.items()}
-        )
-
-
-WRONG_CACHES = [
-    StaleRows,
-    LiveBuffers,
-    LostWrites,
-    ShiftedHits,
-    MissedHits,
-    ServesAbsentRows,
-    FailsWithoutCause,
-    ForgetsDiscarded,
-    DeliversTwice,
-    SilentZeros,
-    NeighboursLeftovers,
-    RoundedRows,
-]
-
-
-def judged(seed, make_cache):
-    config = WorkloadConfig.draw(seed)
-    stage = replace(
-        config.stage, declare_keys=True, threaded_builder=False, leftovers=True, capture_sizes=(8, 16, 32, 64, 128)
-    )
-    return run_workload(seed, replace(config, stage=stage, num_requests=25), make_cache=make_cache)
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_the_judge_has_nothing_against_a_right_cache(seed):
-    assert judged(seed, ReferenceCache).rows_delivered > 0
-
-
-@pytest.mark.parametrize("wrong_cache", WRONG_CACHES, ids=lambda cache: cache.__name__)
-def test_the_judge_notices_a_wrong_cache(wrong_cache):
-    noticed = []
+def test_a_hit_on_a_hash_of_replaced_content_is_refused():
+    refused = 0
     for seed in range(6):
-        try:
-            judged(seed, wrong_cache)
-        except OracleViolationError as error:
-            noticed.append(error)
-            break
-    assert noticed
-    assert "workload seed=" in noticed[0].__notes__[0]
+        with stage_of(replace(GEOMETRY, num_blocks=16, mishaps=Mishaps(seed))) as stage:
+            stage.submit(SimRequest("a", PROMPT, max_output_tokens=9))
+            stage.build(stage.step())
+            stage.engine.scheduler.replace(SimRequest("a", (*PROMPT[:6], 77, 78, 79)))
+            stage.build(stage.step())
+            stage.submit(SimRequest("b", PROMPT))
+            refused += deliver(stage, stage.step())["b"] is HitRowsAbsentError
+            stage.run_to_end()
+    assert 0 < refused < 6
 
 
-def test_a_verdict_says_whose_row_was_delivered():
-    config = WorkloadConfig.draw(1)
-    stage = replace(config.stage, declare_keys=True, threaded_builder=False)
-    with pytest.raises(OracleViolationError, match=r"wrong row .* it is the row of position 0 of request"):
-        run_workload(1, replace(config, stage=stage), make_cache=ShiftedHits)
+@pytest.mark.parametrize(("accepted", "rows"), [(1.0, 12 + 7), (0.0, 12 + 7)])
+def test_rows_of_rejected_drafts_are_kept_back(accepted, rows):
+    scheduler = replace(GEOMETRY, max_draft_tokens=3)
+    with stage_of(scheduler, keys=(CODES,), drafts_accepted=accepted) as stage:
+        stage.submit(SimRequest("a", PROMPT, max_output_tokens=8))
+        stage.run_to_end()
+        assert stage.oracle.rows_delivered == rows
+        assert (stage.oracle.counts[RowKind.CLIPPED] > 0) is (accepted == 0.0)
+
+
+def test_rows_that_were_not_acknowledged_come_again():
+    with stage_of(delivery=Delivery.TWO_PHASE) as stage:
+        stage.submit(SimRequest("a", PROMPT, max_output_tokens=3))
+        assert deliver(stage, stage.step(), acknowledged=lambda built: ()) == {"a": ((0, 12),)}
+        assert deliver(stage, stage.step()) == {"a": ((0, 13),)}
+        stage.run_to_end()
+        assert stage.oracle.requests_partial == 0
+
+
+def test_rows_that_were_never_acknowledged_are_reported():
+    with stage_of(delivery=Delivery.TWO_PHASE) as stage:
+        stage.submit(SimRequest("a", PROMPT))
+        deliver(stage, stage.step(), acknowledged=lambda built: ())
+        stage.run_to_end()
+        assert stage.oracle.requests_partial == 1
+        assert stage.oracle.rows_kept == 0
+
+
+@pytest.mark.parametrize("device_staging_bytes", [0, 512, 1 << 20])
+def test_rows_of_deferred_keys_come_with_their_step(device_staging_bytes):
+    options = {"deferred_keys": frozenset({"codes"}), "device_staging_bytes": device_staging_bytes}
+    with stage_of(keys=(CODES,), **options) as stage:
+        for req_id in ("a", "b"):
+            stage.submit(SimRequest(req_id, PROMPT, max_output_tokens=3))
+        stage.run_to_end()
+        assert stage.oracle.counts[RowKind.DEFERRED] == 28
+
+
+def test_a_hit_on_blocks_whose_tenancy_the_cache_was_never_told_of_is_refused():
+    scheduler = replace(PREEMPTING, block_digests=True, num_blocks=4)
+    with stage_of(scheduler) as stage:
+        stage.submit(SimRequest("old", tuple(range(50, 62))))
+        assert deliver(stage, stage.step()) == {"old": ((0, 12),)}
+        stage.submit(SimRequest("hidden", PROMPT))  # gets the blocks of the first, and is taken back
+        stage.engine.scheduler.config = replace(scheduler, mishaps=Mishaps(taken_back=1.0))
+        assert stage.step() is None
+        stage.engine.scheduler.config = scheduler
+        stage.abort("hidden")
+        stage.submit(SimRequest("hit", PROMPT))
+        assert deliver(stage, stage.step()) == {"hit": HitRowsAbsentError}
+        stage.run_to_end()
+        assert stage.oracle.counts[RowKind.OTHER_CONTENT] == 8
+
+
+@pytest.mark.parametrize("kernel_block_size", [1, 2, 4])
+def test_slots_computed_through_the_kernel_s_finer_blocks_are_the_same(kernel_block_size):
+    with stage_of(kernel_block_size=kernel_block_size) as stage:
+        for req_id in ("a", "b"):
+            stage.submit(SimRequest(req_id, PROMPT))
+            stage.build(stage.step())
+        stage.run_to_end()
+        assert stage.oracle.counts[RowKind.STORED_HIT] == 8
+
+
+def test_a_kernel_block_that_does_not_divide_the_scheduler_s_is_refused():
+    with pytest.raises(ValueError, match="kernel_block_size=3 does not divide block_size=4"):
+        StageConfig(GEOMETRY, kernel_block_size=3)
+
+
+def test_only_the_full_attention_group_of_a_hybrid_model_is_mirrored():
+    scheduler = replace(GEOMETRY, num_blocks=12, side_group_window=4, max_chunk_tokens=5)
+    with stage_of(scheduler) as stage:
+        for index in range(6):
+            stage.submit(SimRequest(f"r{index}", (*PROMPT[: 4 * (1 + index % 3)], 50 + index)))
+        stage.run_to_end()
+        assert stage.oracle.rows_delivered == 2 * (5 + 9 + 13)
+
+
+def test_the_drafter_is_right_as_often_as_it_is_told():
+    model = FakeModel(hidden_key(4))
+    track = TokenTrack(SimRequest("r", PROMPT))
+    right = model.next_token(track)
+    for accepted, expected in ((0.0, {False}), (1.0, {True})):
+        drafter = SimDrafter(model, 4, accepted, seed=1)
+        guesses = [guess for guess in (drafter(track) for _ in range(40)) if guess]
+        assert {guess[0] == right for guess in guesses} == expected
+        assert max(map(len, guesses)) == 4

@@ -144,8 +144,9 @@ class DictionaryModel:
         for copy in events.block_copies:
             stop = partly_hit.get(copy.destination_block_id, self.block_size)
             source = self.blocks[copy.source_block_id]
-            copied = {offset: dict(rows) for offset, rows in source.rows.items() if offset < stop}
-            self.blocks[copy.destination_block_id] = Block(private_to=source.private_to, rows=copied)
+            readable = source.rows if source.private_to is None else {}
+            copied = {offset: dict(rows) for offset, rows in readable.items() if offset < stop}
+            self.blocks[copy.destination_block_id] = Block(rows=copied)
         copied_onto = {copy.destination_block_id for copy in events.block_copies}
         digests = {filled.block_id: filled.digest for filled in events.filled_blocks}
         for event in events.requests:
@@ -153,7 +154,9 @@ class DictionaryModel:
             for block_id in event.block_ids[kept:]:
                 if block_id not in copied_onto:
                     self.blocks[block_id] = Block()
-            digests.update(zip(event.block_ids[kept:], event.block_digests[kept:], strict=False))
+            # The block a hit ends inside is the request's own to fill, and to name.
+            own = 0 if event.kind is Kind.EXTENDED else event.num_computed_tokens // self.block_size
+            digests.update(zip(event.block_ids[own:], event.block_digests[own:], strict=False))
         for block_id, digest in digests.items():
             self.blocks[block_id].digest = digest
         for event in events.requests:

@@ -134,7 +134,13 @@ def scheduled(new=(), running=(), finished=()):
     counts = {req_id: count for req_id, _, _, _, count in new} | {req_id: count for req_id, _, count, _ in running}
     return SimpleNamespace(
         scheduled_new_reqs=[
-            SimpleNamespace(req_id=req_id, prompt_token_ids=prompt, block_ids=(blocks,), num_computed_tokens=computed)
+            SimpleNamespace(
+                req_id=req_id,
+                prompt_token_ids=prompt,
+                prefill_token_ids=None,
+                block_ids=(blocks,),
+                num_computed_tokens=computed,
+            )
             for req_id, prompt, blocks, computed, _ in new
         ],
         scheduled_cached_reqs=SimpleNamespace(
@@ -142,6 +148,7 @@ def scheduled(new=(), running=(), finished=()):
             new_block_ids=[(blocks,) if blocks else None for _, _, _, blocks in running],
             num_computed_tokens=[computed for _, computed, _, _ in running],
             resumed_req_ids=set(),
+            all_token_ids={},
         ),
         num_scheduled_tokens=counts,
         total_num_scheduled_tokens=sum(counts.values()),

@@ -101,6 +101,9 @@ class SmallEngine:
         request = pick(self._idle(on_hold=None), which)
         if request is not None:
             kind = Kind.STARTED if way % 2 else Kind.RESUMED
+            if way >= 8:  # what it would compute next, another one has computed
+                tables = self._donor_tables()
+                donor = max(range(len(tables)), key=lambda index: tables[index][1], default=0)
             self._enter(kind, request.req_id, donor, min(hit, request.known - 1), request.known, chunk, way // 2)
 
     def next_chunk(self, which, more, chunk, way):
@@ -143,7 +146,7 @@ class SmallEngine:
 
     def misbehave(self, which, way):
         """Something no engine should do; it must cost one request."""
-        if way % 4 == 0:
+        if way % 4 == 0 and STRANGER not in {event.req_id for event in self.plan.events}:
             block_ids = tuple(self._free()[: which % 2])
             self.plan.events.append(RequestEvent(Kind.RESUMED, STRANGER, block_ids))
         request = pick(self._idle(), which)

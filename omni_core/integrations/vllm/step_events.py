@@ -1,20 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
 """The adapter: one scheduler output becomes immutable `StepEvents`, so that the core never sees a scheduler object.
 
-Facts of vLLM 0.32 it rests on (`v1/core/sched/output.py`):
+Facts of vLLM 0.32 it rests on (`v1/core/sched/output.py`, `v1/core/sched/scheduler.py`; tests/engine/test_real_scheduler.py
+pins them):
 
 - a new request brings its whole block table, one list per KV-cache group;
 - a running request brings the blocks to append, or `None`;
-- a request in `resumed_req_ids` was preempted and brings its whole new table instead;
+- a request in `resumed_req_ids` was preempted and brings its whole new table instead. It was not scheduled in the step
+  before, so `all_token_ids` has every token the scheduler knows of it;
+- for the second model runner a request that was preempted comes back among the new ones instead, with all its tokens in
+  `prefill_token_ids`;
+- a session whose prompt arrives in pieces is announced as new for each piece, its table and what is computed kept;
+- a request may have draft tokens in the step that announces it: placeholders, where it has one token to compute;
 - a preempted request is not finished: its blocks may go to others, and it may come back as resumed. Nothing has to be
   said about it, because whoever gets its blocks brings the news;
-- an aborted request is reported among the finished ones and cannot be told from them.
+- an aborted request is reported among the finished ones and cannot be told from them;
+- blocks of all KV-cache groups have ids of one pool, and block copies are told of all groups together. Copies between
+  blocks of other groups are passed on: no table of the mirrored group names such a block while they hold it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
 
 from omni_core.prefix_cache.events import BlockCopy, RequestEvent, RequestEventKind, StepEvents
 
@@ -34,6 +45,9 @@ class NewRequest(Protocol):
     @property
     def num_computed_tokens(self) -> int: ...
 
+    @property
+    def prefill_token_ids(self) -> Sequence[int] | None: ...
+
 
 class CachedRequests(Protocol):
     """The requests scheduled before, in parallel lists."""
@@ -43,6 +57,9 @@ class CachedRequests(Protocol):
 
     @property
     def resumed_req_ids(self) -> Collection[str]: ...
+
+    @property
+    def all_token_ids(self) -> Mapping[str, Sequence[int]]: ...
 
     @property
     def new_block_ids(self) -> Sequence[Sequence[Sequence[int]] | None]: ...
@@ -80,6 +97,9 @@ class SchedulerOutput(Protocol):
     def finished_req_ids(self) -> Collection[str]: ...
 
     @property
+    def scheduled_spec_decode_tokens(self) -> Mapping[str, Sequence[int]]: ...
+
+    @property
     def kv_cache_block_copies(self) -> Sequence[KvBlockCopy] | None: ...
 
 
@@ -102,6 +122,7 @@ def step_events(scheduler_output: SchedulerOutput, group_index: int = 0) -> Step
             block_ids=tuple(new.block_ids[group_index]),
             num_computed_tokens=new.num_computed_tokens,
             num_scheduled_tokens=scheduled.get(new.req_id, 0),
+            num_known_tokens=_num_known_tokens(new),
         )
         for new in scheduler_output.scheduled_new_reqs
     )
@@ -118,6 +139,7 @@ def step_events(scheduler_output: SchedulerOutput, group_index: int = 0) -> Step
                     block_ids=() if new_blocks is None else tuple(new_blocks[group_index]),
                     num_computed_tokens=computed,
                     num_scheduled_tokens=scheduled.get(req_id, 0),
+                    num_known_tokens=len(cached.all_token_ids.get(req_id, ())),
                 )
             )
         elif new_blocks is not None and new_blocks[group_index]:
@@ -126,3 +148,30 @@ def step_events(scheduler_output: SchedulerOutput, group_index: int = 0) -> Step
         BlockCopy(copy.src_block_id, copy.dst_block_id) for copy in scheduler_output.kv_cache_block_copies or ()
     )
     return StepEvents(requests=tuple(requests), block_copies=copies)
+
+
+def num_draft_tokens(scheduler_output: SchedulerOutput, req_ids: Sequence[str]) -> npt.NDArray[np.int64] | None:
+    """Draft tokens of each request of a step, as `StepLayout.num_draft_tokens` has them; `None`: the step has none.
+
+    Placeholders (-1) count: the worker fills them in, and their rows are computed.
+
+    Args:
+        scheduler_output: vLLM's, or anything of its shape.
+        req_ids: the batch's requests, in its order.
+    """
+    drafts = scheduler_output.scheduled_spec_decode_tokens
+    if not drafts:
+        return None
+    return np.fromiter((len(drafts.get(req_id, ())) for req_id in req_ids), np.int64, len(req_ids))
+
+
+def _num_known_tokens(new: NewRequest) -> int:
+    """What `RequestEvent.num_known_tokens` is for a request announced as new; it matters only if the id is live.
+
+    With output among its tokens it was preempted and comes back. Else it is the next piece of a session, which keeps
+    just what is computed and throws the token sampled after that away.
+    """
+    known, prompt = new.prefill_token_ids, new.prompt_token_ids
+    if known is not None and prompt is not None and len(known) > len(prompt):
+        return len(known)
+    return new.num_computed_tokens + 1

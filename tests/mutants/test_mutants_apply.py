@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every mutant fits the source as it is, and the page about them is about these. `make mutants` runs them."""
+
+import shutil
+
+import pytest
+
+from mutants.model import Edit, Mutant, OutOfDateError, Tests
+from mutants.report import PAGE, described
+from mutants.sandbox import REPOSITORY, frozen_source
+from mutants.table import LISTED_BUGS, MUTANTS
+from mutants.trial import Outcome, try_mutant
+
+
+def copy_of_its_files(mutant, root):
+    for file in mutant.files:
+        (root / file).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(REPOSITORY / file, root / file)
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_a_mutant_fits_the_source_and_compiles(mutant, tmp_path):
+    copy_of_its_files(mutant, tmp_path)
+    mutant.apply(tmp_path)
+    for file in mutant.files:
+        text = (tmp_path / file).read_text(encoding="utf-8")
+        compile(text, file, "exec")
+        assert text != (REPOSITORY / file).read_text(encoding="utf-8")
+
+
+def test_every_detector_is_there():
+    detectors = [detector for mutant in MUTANTS for detector in mutant.detectors]
+    paths = {path for detector in detectors if isinstance(detector, Tests) for path in detector.paths}
+    assert [path for path in sorted(paths) if not (REPOSITORY / path).exists()] == []
+    assert [mutant.name for mutant in MUTANTS if not mutant.detectors] == []
+
+
+def test_every_listed_bug_has_a_mutant_and_no_name_is_used_twice():
+    assert {mutant.listed_as for mutant in MUTANTS} - {""} == set(LISTED_BUGS)
+    names = [mutant.name for mutant in MUTANTS]
+    assert len(set(names)) == len(names)
+
+
+def test_a_mutant_whose_lines_are_gone_or_ambiguous_is_out_of_date(tmp_path):
+    (tmp_path / "source.py").write_text("a = 1\nb = 1\n")
+    for old in ("c = 1\n", " = 1\n"):
+        mutant = Mutant("odd", "nothing", (Edit("source.py", old, "x"),), ())
+        with pytest.raises(OutOfDateError, match=r"odd.*source\.py"):
+            mutant.apply(tmp_path)
+
+
+def test_the_page_lists_these_mutants():
+    page = (REPOSITORY / PAGE).read_text(encoding="utf-8")
+    rows = [line.split(" | ") for line in page.splitlines() if line.startswith("| `")]
+    shown = {row[0].strip("| `"): row[2].replace(r"\|", "|") for row in rows}
+    assert shown == {mutant.name: described(mutant) for mutant in MUTANTS}, "make mutants MUTANTS_ARGS=--write-page"
+
+
+@pytest.mark.parametrize(
+    ("change", "outcome"),
+    [
+        (("_MAX_WASTE_FACTOR = 2", "_MAX_WASTE_FACTOR = 999"), Outcome.KILLED),
+        (("_MAX_WASTE_FACTOR = 2", "_MAX_WASTE_FACTOR = 1 + 1"), Outcome.SURVIVED),
+        (("_MAX_WASTE_FACTOR = 2", "_MAX_WASTE_FACTOR = missing"), Outcome.BROKEN),
+        (("there is no such line", ""), Outcome.BROKEN),
+    ],
+)
+def test_a_bug_is_noticed_a_harmless_change_survives_and_what_cannot_be_tried_is_broken(change, outcome):
+    # A sandbox that imported the original source could not tell these apart.
+    mutant = Mutant(
+        "odd", "", (Edit("omni_core/prefix_cache/buffers.py", *change),), (Tests(("tests/core/test_buffers.py",)),)
+    )
+    with frozen_source() as source:
+        result = try_mutant(mutant, source)
+    assert result.outcome is outcome, result
+    assert ("::" in result.caught_by) is (outcome is Outcome.KILLED), result
