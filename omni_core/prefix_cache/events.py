@@ -46,7 +46,8 @@ class RequestEvent:
     draft tokens: it says which of them were accepted."""
     block_digests: tuple[int, ...] = ()
     """For each block of `block_ids`, a 64-bit number that stands for the token prefix up to its end, 0 where it is not
-    known or the block is not full; empty if none is known. A hit on a block with another digest finds no rows."""
+    known or the block is not full; empty if none is known. A hit that names a digest finds no rows in a block that was
+    told another, or none: tell the digest of every block that becomes full, here or in `filled_blocks`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -270,8 +270,9 @@ class OmniPrefixCacheManager:
         Args:
             step_id: from `save_outputs`.
             req_ids: requests of the step to deliver.
-            sampled_counts: for every request of the step that has drafts, how many rows at the start of its run are of
-                accepted tokens: `len(sampled_token_ids)`. Other requests are never clipped.
+            sampled_counts: for every request of the step that has drafts, how many tokens were sampled after its run:
+                `len(sampled_token_ids)`, one more than its drafts that were accepted. The rows of the others are left
+                out. Other requests are never clipped.
 
         Returns:
             Rows of every request that could be served; the others with their error in `failed`.

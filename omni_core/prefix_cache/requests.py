@@ -16,12 +16,11 @@ from omni_core.prefix_cache.progress import UNKNOWN, ProgressTable
 from omni_core.prefix_cache.reads import ranges_of
 from omni_core.prefix_cache.slot_table import Slots, WriteIds
 
-
 _NOTHING_WITHHELD: npt.NDArray[np.bool_] = np.zeros(0, np.bool_)
 
 
 class _BlockTable:
-    """A live request's blocks, and the last id given out when each came to it; -1 for those it must not read."""
+    """A live request's blocks, and the last id given out when each came to it; its complement where rows are withheld."""
 
     __slots__ = ("_block_ids", "_since")
 
@@ -29,11 +28,14 @@ class _BlockTable:
         self._block_ids = list(block_ids)
         self._since = [since] * len(block_ids)
         for index in np.flatnonzero(withheld).tolist():
-            self._since[index] = -1
+            self._since[index] = ~since
 
     def extend(self, block_ids: Collection[int], since: int) -> None:
         self._block_ids.extend(block_ids)
         self._since.extend([since] * len(block_ids))
+
+    def withheld(self) -> dict[int, int]:
+        return {block_id: ~since for block_id, since in zip(self._block_ids, self._since, strict=True) if since < 0}
 
     def slots(self, positions: Positions, block_size: int) -> tuple[Slots, WriteIds]:
         indices = positions // block_size
@@ -191,6 +193,10 @@ class RequestTable:
     def error(self, req_id: str) -> RequestError | None:
         """Why the request cannot be served, if so."""
         return self._errors.get(req_id)
+
+    def withheld_blocks(self, req_id: str) -> dict[int, int]:
+        """Blocks whose rows a live request must not read, and since which id it holds each."""
+        return self._block_tables[req_id].withheld()
 
     def slots(self, req_id: str, positions: Positions) -> tuple[Slots, WriteIds]:
         """Where these rows of a live request lie, -1 beyond its block table, and since which id it holds each block."""

@@ -120,19 +120,21 @@ class SlotTable:
     def withheld(self, block_ids: Slots, digests: Digests, life: int) -> npt.NDArray[np.bool_]:
         """For each block, whether a hit that expects `digests` must find no rows there, although some are stored.
 
+        A block without a digest was never full as far as the cache was told: if it has a hash, its tenancy is hidden.
+
         Args:
             block_ids: blocks of a request's hit.
             digests: what the request expects there; 0 where it names none.
             life: the request's life: a block that is private to it is not withheld.
         """
-        if not self._any_digest:
+        if not self._any_digest and not digests.any():
             return np.zeros(len(block_ids), np.bool_)
         held = self._digests[block_ids]
         named = digests != 0
         other = held != digests
         owners = self._private_to[block_ids]
         private = (owners != NOBODY) & (owners != life)
-        withheld: npt.NDArray[np.bool_] = (named & other & (held != 0)) | (private & (other | ~named))
+        withheld: npt.NDArray[np.bool_] = (named & other) | (private & (other | ~named))
         return withheld
 
     def next_write_id(self) -> int:

@@ -118,12 +118,14 @@ class StepContext:
                     "sampled_counts does not say how many of its rows are valid; give len(sampled_token_ids) for every "
                     "request of the step that has drafts"
                 )
-            accepted = sampled_counts[req_id]
-            if not 0 <= accepted <= rows:
+            sampled, drafts = sampled_counts[req_id], int(self.num_draft_tokens[index])
+            if not 0 <= sampled <= 1 + drafts:
                 raise DraftCountError(
-                    f"{self.label}: sampled_counts says {accepted} for request {req_id!r}, whose run has {rows} rows"
+                    f"{self.label}: sampled_counts says {sampled} for request {req_id!r}, whose run has {rows} rows, "
+                    f"{drafts} of them for drafts"
                 )
-            valid[index] = accepted
+            # Sampling begins after the last known token: the rows before it are valid whatever was accepted.
+            valid[index] = rows - drafts - 1 + sampled
         return valid
 
     def read_of(self, req_id: str) -> StepRead | None:

@@ -47,8 +47,8 @@ def _check_id(req_id: str, contents: Sequence[ContentRecord], reported: Counter[
             continue  # What was not delivered of a replaced content is wanted by nobody.
         missing = content.undelivered()
         permitted.update(missing)
-        refused = content.failed_in is not None or (content.doubtful_from is not None and content.refused is not False)
-        if not refused:
+        # A request that may have been refused in steps nobody asked for was perhaps never told so.
+        if content.failed_in is None and content.doubtful_from is None:
             required.update(missing)
         # A hit whose request ended before any step of it was saved may be reported; nothing was promised yet.
         permitted.update(set(range(content.hit)) - content.promised)

@@ -22,7 +22,6 @@ from omni_core.testing.row_kinds import RowKind
 
 _WORKLOADS_PER_SEED = 1_000_000
 """Two fuzz seeds have no workload in common."""
-_MOST_FAILURES = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +33,7 @@ class FuzzPlan:
     """Engine steps after which no further case begins; `None`: no limit."""
     max_seconds: float | None = None
     """The same for real time."""
+    max_failures: int = 20
     schedules: int = 1
     shard: int = 0
     """Of `num_shards` processes, which one this is: they share the workloads of the seed among them."""
@@ -181,7 +181,7 @@ def fuzz(
         if on_progress is not None:
             on_progress(report)
         if (
-            len(report.failures) >= _MOST_FAILURES
+            len(report.failures) >= plan.max_failures
             or (plan.max_steps is not None and report.steps >= plan.max_steps)
             or (plan.max_seconds is not None and report.seconds >= plan.max_seconds)
         ):

@@ -74,8 +74,10 @@ class ContentRecord:
     failure_counted: bool = False
     doubtful_from: int | None = None
     """Number of the schedule from which on the cache may, but need not, refuse it."""
-    refused: bool | None = None
-    """Whether it did, once a doubtful step was answered."""
+    refused_from: int | None = None
+    """Number of the first schedule it refused for such a doubt, as far as answers were seen."""
+    served_upto: int = -1
+    """Number of the last schedule it served in spite of it."""
 
     def digests(self, positions: Sequence[int]) -> list[PrefixDigest]:
         """The tap's digest of each position's whole prefix; `positions` ascend."""

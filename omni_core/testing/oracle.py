@@ -157,11 +157,15 @@ class StageOracle:
             return False
         if error is not None and not refused:
             raise OracleViolationError(f"{where}: expected its rows or HitRowsAbsentError, got {error!r}")
-        if content.refused is not None and content.refused is not refused:
-            raise OracleViolationError(f"{where}: refused {refused}, but another step was answered otherwise")
-        content.refused = refused
         if refused:
+            content.refused_from = min(owed.number, content.refused_from or owed.number)
             self._count_failure(owed)
+        else:
+            content.served_upto = max(owed.number, content.served_upto)
+        if content.refused_from is not None and content.refused_from <= content.served_upto:
+            raise OracleViolationError(
+                f"{where}: refused in schedule {content.refused_from}, yet served in schedule {content.served_upto}"
+            )
         return refused
 
     def _count_failure(self, owed: StepDue) -> None:

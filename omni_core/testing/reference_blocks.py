@@ -108,7 +108,7 @@ class ReferenceBlocks:
             held = self._digests.get(block_id, 0)
             private = self._private_to.get(block_id, request.life) != request.life
             another = wanted != held
-            if (another and wanted and held) or (private and (another or not wanted)):
+            if (another and wanted) or (private and (another or not wanted)):
                 withheld.add(index)
         return withheld
 

@@ -79,14 +79,14 @@ class ReferenceCache(ReferenceBlocks):
     def _share(
         self, request: LiveRequest, computed: dict[int, Rows], num_drafts: int, leftovers: dict[str, Any]
     ) -> Share:
-        start, stop = min(computed), max(computed) + 1
+        stop = max(computed) + 1
         wanted = self.wanted(request, stop)
         rows = {position: computed[position] for position in wanted if position in computed}
         rows.update(self.read_stored(request, [position for position in wanted if position not in computed]))
         request.promised.update(range(stop))
         request.owed.difference_update(rows)
         request.computed_upto, request.has_drafts = stop, num_drafts > 0
-        return Share(request, start, num_drafts, rows, leftovers, request.error)
+        return Share(request, stop, num_drafts, rows, leftovers, request.error)
 
     def wanted(self, request: LiveRequest, stop: int) -> list[int]:
         """Positions below `stop` that a step delivers: never promised before, or owed."""

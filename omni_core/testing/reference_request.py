@@ -47,8 +47,8 @@ class Share:
     """One request's part of a saved step."""
 
     request: LiveRequest
-    start: int
-    """First position of its run."""
+    stop: int
+    """After the last position of its run, drafts included."""
     num_drafts: int
     rows: dict[int, Rows]
     """Position → rows the step carries, drafts included."""
@@ -57,9 +57,10 @@ class Share:
     """Why the request could not be served when the step was saved."""
 
     def clip(self, count: int | None) -> None:
-        """Drop the rows of rejected drafts: the first `count` rows of the run are valid."""
+        """Drop the rows of rejected drafts: `count` tokens were sampled, and all but the last were drafts."""
         if self.num_drafts and count is not None:
-            self.rows = {position: rows for position, rows in self.rows.items() if position < self.start + count}
+            valid_stop = self.stop - self.num_drafts - 1 + count
+            self.rows = {position: rows for position, rows in self.rows.items() if position < valid_stop}
 
 
 def ranges_of(positions: Sequence[int]) -> tuple[TokenRange, ...]:

@@ -114,7 +114,7 @@ class SavedStep:
     leftovers: Mapping[str, Mapping[str, Any]]
     """Per request: what it must get of the values that have no row per token."""
     sampled_counts: Mapping[str, int] = field(default_factory=dict)
-    """Per request with drafts: how many tokens were sampled, which is how many rows of its run are valid."""
+    """Per request with drafts: how many tokens were sampled; all but the last of them were its drafts."""
 
     @property
     def req_ids(self) -> tuple[str, ...]:
@@ -123,7 +123,7 @@ class SavedStep:
 
     def valid_stop(self, run: ScheduledRun) -> int:
         """After the last position of the run whose row is not of a rejected draft."""
-        return run.start + self.sampled_counts[run.req_id] if run.drafts else run.stop
+        return run.known_stop - 1 + self.sampled_counts[run.req_id] if run.drafts else run.stop
 
 
 class StepObserver(Protocol):

@@ -124,8 +124,10 @@ class SimTables:
         if rest and self.allocator.is_shared(live.block_ids[full]):
             kept, rest = full * self._size, 0
         stays = full + bool(rest)
-        if self._config.block_digests and rng.random() < 0.5:
-            # Only a digest can tell the cache that whole blocks changed their content under a hash that stayed.
+        copies = self._config.partial_block_hits
+        if self._config.block_digests and not copies and rng.random() < 0.5:
+            # Only a digest can tell the cache that whole blocks changed their content under a hash that stayed; a block
+            # copy has none.
             room = min(len(live.block_ids), self.allocator.blocks_for(live.num_known))
             while stays < room and not self.allocator.is_shared(live.block_ids[stays]):
                 stays += 1

@@ -84,6 +84,19 @@ def test_a_restarted_carver_starts_at_the_first_byte(wanted: list[Request]) -> N
 
 
 @few
+@given(wanted=requests, skipped=st.integers(0, 5))
+def test_a_carver_restarted_further_on_leaves_the_bytes_in_front_alone(wanted: list[Request], skipped: int) -> None:
+    first_byte = skipped * CARVE_ALIGNMENT_BYTES
+    base = arena(first_byte + needed_nbytes(wanted) + 1)
+    carver = ByteCarver(base)
+    expected = [first_byte + offset for offset in offsets(base, [carver.take(shape, dtype) for shape, dtype in wanted])]
+    carver.restart(first_byte)
+    assert carver.used_bytes == first_byte
+    assert offsets(base, [carver.take(shape, dtype) for shape, dtype in wanted]) == expected
+    assert carver.used_bytes == first_byte + needed_nbytes(wanted)
+
+
+@few
 @given(steps=st.lists(st.tuples(requests, st.booleans()), min_size=2, max_size=6))
 def test_every_step_gets_its_own_views_whatever_the_steps_before_asked(steps: list[tuple[list[Request], bool]]) -> None:
     base = arena(max(needed_nbytes(wanted) for wanted, _ in steps) + 1)

@@ -124,6 +124,42 @@ def test_of_several_records_in_a_task_those_landed_before_the_failure_hold_nothi
     assert_both(rig.run(new("C", [3, 9], hit=4))["C"], ("r2", 0, 4), ("C", 4, 8))
 
 
+class FailingAt(ControlledRuntime):
+    """Whoever first passes the checkpoint named in `fails_at` gets an error there."""
+
+    fails_at = None
+
+    def checkpoint(self, name):
+        if name == self.fails_at:
+            self.fails_at = None
+            raise MemoryError(BOOM)
+        super().checkpoint(name)
+
+
+@pytest.mark.parametrize(
+    "station",
+    ["committer.deferred_copying", "committer.deferred_copied", "committer.write", "committer.deferred_landed"],
+)
+@pytest.mark.parametrize("step_open", [True, False])
+def test_wherever_a_record_fails_page_bounce_and_room_come_back(make_rig, station, step_open):
+    rig = make_rig(runtime=FailingAt(), staging_depth=3)
+    for number, req_id in enumerate("AB"):
+        step = rig.step(new(req_id, [number + 1]))
+        rig.settle()
+        _ = step_open or rig.discard(step)
+    rig.runtime.fails_at = station
+    with pytest.raises(CacheFailedError, match=BOOM):
+        rig.cache.flush()
+    rig.cache.reset()
+    assert rig.runtime.comes_true(lambda: rig.on_device() == (0, 0, 0))
+    rig.assert_nothing_held()
+    # Three records in one task, without a page: both bounce buffers are needed.
+    for number in range(3):
+        rig.discard(rig.step(new(f"r{number}", [number + 1])))
+    rig.cache.flush()
+    assert_both(rig.run(new("C", [3, 9], hit=4))["C"], ("r2", 0, 4), ("C", 4, 8))
+
+
 # -- copies that hang: what they read and write is not used by anyone else
 
 

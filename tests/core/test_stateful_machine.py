@@ -168,7 +168,7 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(donor=few, hit=hits, way=st.integers(0, 15), saving=savings)
     def everyone_comes_back(self, donor, hit, way, saving):
         """All were preempted."""
-        self.begin([("come_back", number, donor, hit, 3, way) for number in reversed(range(len(self.engine.live)))])
+        self.begin([("come_back", number, donor, hit, 9, way) for number in reversed(range(len(self.engine.live)))])
         self.save(*saving)
 
     def begin(self, plan):
@@ -446,4 +446,4 @@ class CacheMachine(RuleBasedStateMachine):
 
 
 TestCacheMachine = CacheMachine.TestCase
-TestCacheMachine.settings = settings(max_examples=150, stateful_step_count=30)
+TestCacheMachine.settings = settings(stateful_step_count=30)

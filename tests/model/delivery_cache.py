@@ -20,9 +20,7 @@ class Cache:
 
     def start_tenancy(self, state: DeliveryState, block: int) -> None:
         state.rows = put(state.rows, block, None)
-        state.held = tuple(
-            held and of != block for held, of in zip(state.held, state.cache_table, strict=True)
-        )
+        state.held = tuple(held and of != block for held, of in zip(state.held, state.cache_table, strict=True))
 
     def start(self, state: DeliveryState, table: tuple[int, ...], hit: int) -> None:
         """A life or version begins; the tenancies of its blocks have begun."""
@@ -31,8 +29,8 @@ class Cache:
         state.backing_off = False
         state.computed_upto = state.promised_upto = state.draft_floor = hit
         self._take_table(state, table)
-        state.hit = self._read(state, frozenset(range(hit)))
         state.old_blocks = table[:hit]
+        state.hit = self._read(state, frozenset(range(hit)))
 
     def resume(self, state: DeliveryState, table: tuple[int, ...], hit: int, known: int) -> None:
         """The request was preempted and comes back."""
@@ -42,6 +40,7 @@ class Cache:
         if Change.MISSING_LOST_ON_RESUME in self._changes:
             state.missing = NO_POSITIONS
         self._take_table(state, table)
+        state.old_blocks += table[len(state.old_blocks) :]
         state.computed_upto = state.draft_floor = hit
         if Change.RESUME_LOWERS_PROMISE in self._changes:
             state.promised_upto = hit
@@ -53,7 +52,7 @@ class Cache:
             return
         positions = frozenset(range(0 if Change.WHOLE_HIT_READ_AGAIN in self._changes else promised, hit))
         if not state.backing_off:
-            owed = frozenset(position for position in state.missing if position < promised)
+            owed = frozenset(position for position in state.missing if position < min(promised, hit))
             positions |= owed
             state.missing -= owed
         state.hit = self._read(state, positions)
@@ -117,7 +116,7 @@ class Cache:
         state.promised_upto = max(state.promised_upto, end)
         state.computed_upto = end
         state.draft_floor = end - run.num_drafts
-        state.old_blocks = (*state.old_blocks[:first], *table[first:end])
+        state.old_blocks = (*state.old_blocks[:first], *table[first:end], *state.old_blocks[end:])
 
     def _expect(self, state: DeliveryState, first: int) -> None:
         """A run continues where the last one ended, or where drafts of it were rejected."""

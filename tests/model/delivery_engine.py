@@ -131,8 +131,8 @@ class Engine:
         def save(changed: DeliveryState) -> None:
             changed.entering = False
             changed.steps += 1
-            for position in range(len(changed.table), end):
-                self._allocate(changed, position)
+            while len(changed.table) < end:
+                self._allocate(changed)
             for position in range(first, end):
                 is_valid = position < first + num_valid
                 block = changed.table[position]
@@ -147,8 +147,8 @@ class Engine:
 
         return Move(f"engine: step {state.steps + 1} runs positions {first} to {end - 1}{drafts}", save)
 
-    def _allocate(self, state: DeliveryState, position: int) -> None:
-        """The next block of the table: the one the position had before if it is free, else a blank one, else any."""
+    def _allocate(self, state: DeliveryState) -> None:
+        """The next block of the table: a blank one if there is one, so that free blocks stay hits for long."""
         free = state.free_blocks
         block = min(free, key=lambda each: (state.blocks[each] is not None, each))
         self._cache.start_tenancy(state, block)
@@ -170,7 +170,9 @@ class Engine:
             return
         if Happening.REPLACEMENT in self._size.happenings:
             for kept in {0, min(state.computed, 1)}:
-                yield Move(f"engine: REPLACED, {kept} tokens kept", lambda changed, kept=kept: self._replace(changed, kept))
+                yield Move(
+                    f"engine: REPLACED, {kept} tokens kept", lambda changed, kept=kept: self._replace(changed, kept)
+                )
         if Happening.ID_REUSE in self._size.happenings:
             yield Move("engine: FINISHED and STARTED again under the same id", self._reuse)
 

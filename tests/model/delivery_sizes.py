@@ -28,6 +28,14 @@ DRAFTS = DeliveryWorldSize(
     max_tokens=6,
     num_blocks=7,
 )
+LATE_COUNTS = DeliveryWorldSize(
+    "a draft's count told after the next step, then computed again",
+    frozenset({Happening.DRAFTS, Happening.PREEMPTION}),
+    num_steps=4,
+    max_tokens=6,
+    num_blocks=6,
+    max_drafts=1,
+)
 LONG_DRAFT_RUNS = DeliveryWorldSize(
     "drafts behind several rows",
     frozenset({Happening.DRAFTS, Happening.LONG_DRAFT_RUNS, Happening.PREEMPTION}),
@@ -74,5 +82,5 @@ EVERYTHING = DeliveryWorldSize(
     num_blocks=6,
 )
 
-SMALL = (PLAIN, RESUME, BACK_OFF, UNSAVED, DRAFTS, LONG_DRAFT_RUNS, REPLACED, ID_REUSE, TWO_PHASE)
+SMALL = (PLAIN, RESUME, BACK_OFF, UNSAVED, DRAFTS, LATE_COUNTS, LONG_DRAFT_RUNS, REPLACED, ID_REUSE, TWO_PHASE)
 LARGE = (RESUMED_TWICE, DRAFTS_TWO_PHASE, EVERYTHING)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The delivery world: one request that is preempted, replaced and speculated with, and a consumer who takes or leaves."""
+"""The delivery world: one request, preempted, replaced and speculated with, and a consumer who may not take its rows."""
 
 from collections.abc import Iterable, Iterator
 
@@ -11,8 +11,8 @@ from .explorer import Move, Violation
 
 
 class DeliveryWorld:
-    """Properties: (a) right row, (b) no needless failure, (h) no position twice, (i) none neither delivered nor reported,
-    (j) nothing of a replaced version, (k) owed rows come when the consumer takes rows again.
+    """Properties: (a) right row, (b) no needless failure, (h) no position twice, (i) none neither delivered nor
+    reported, (j) nothing of a replaced version, (k) owed rows come when the consumer takes rows again.
     """
 
     def __init__(self, size: DeliveryWorldSize, changes: Iterable[Change] = ()) -> None:
@@ -31,7 +31,9 @@ class DeliveryWorld:
             yield Move(
                 f"consumer: materialize({number})", lambda changed, step=step: self._cache.materialize(changed, step)
             )
-            yield Move(f"consumer: discard_step({number})", lambda changed, step=step: self._cache.discard(changed, step))
+            yield Move(
+                f"consumer: discard_step({number})", lambda changed, step=step: self._cache.discard(changed, step)
+            )
         for given in state.handed_over:
             positions = [position for position, _ in given.rows]
             yield Move(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine thread of the storage world: `new_step_starts`, `save_outputs` in two lock sections, `flush` at the end."""
+"""The engine thread of the storage world: `new_step_starts`, `save_outputs` in two lock sections, then `flush`."""
 
 from collections.abc import Iterator
 

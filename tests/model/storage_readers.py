@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The prefetch thread and the consumer of the storage world; here delivered rows are compared with the specification."""
+"""The prefetch thread and the consumer of the storage world; delivered rows are compared with the specification."""
 
 from collections.abc import Iterator
 
@@ -58,9 +58,7 @@ class Prefetcher:
         assert isinstance(read, Read)
         for place, (number, write_id) in enumerate(gather.batch.parts):
             entry = read.entries[number]
-            if entry.row is None and (
-                entry.write_id == write_id or Change.OLD_GATHER_FILLS_NEW_ENTRY in self._changes
-            ):
+            if entry.row is None and (entry.write_id == write_id or Change.OLD_GATHER_FILLS_NEW_ENTRY in self._changes):
                 yield place, number
 
     def _rescue_pending(self, state: StorageState, gather: Gather) -> bool:
@@ -109,7 +107,9 @@ class Consumer:
             return
         for step, phase in enumerate(state.steps):
             if phase is StepPhase.OPEN:
-                yield Move(f"builder: enters materialize({step})", lambda changed, step=step: self._enter(changed, step))
+                yield Move(
+                    f"builder: enters materialize({step})", lambda changed, step=step: self._enter(changed, step)
+                )
                 yield Move(
                     f"builder: discard_step({step})", lambda changed, step=step: self._tables.end_step(changed, step)
                 )
@@ -118,9 +118,10 @@ class Consumer:
         state.builder = step
         state.steps = put(state.steps, step, StepPhase.BEING_MATERIALIZED)
         record = state.records[step]
-        if record.phase is not RecordPhase.NONE and not state.failed:
-            if Change.MATERIALIZE_DOES_NOT_FORCE not in self._changes:
-                self._tables.force_through(state, record.write_id)
+        if Change.MATERIALIZE_DOES_NOT_FORCE in self._changes or state.failed:
+            return
+        if record.phase is not RecordPhase.NONE:
+            self._tables.force_through(state, record.write_id)
 
     def _is_ready(self, state: StorageState, step: int) -> bool:
         record = state.records[step].phase

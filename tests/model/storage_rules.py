@@ -24,7 +24,6 @@ class Change(Enum):
     # -- deferred records
     OWN_RECORDS_FIRST = "the end of a request lands its own records and passes over older ones"
     HIT_DOES_NOT_FORCE = "a read of deferred rows does not ask for their record"
-    REPLAN_DOES_NOT_FORCE = "a read planned again at save does not ask for the step's own record"
     MATERIALIZE_DOES_NOT_FORCE = "materialize does not ask for the step's record"
     FORCE_AFTER_FALLBACK = "older records are queued behind the rows that are copied at once"
     FALLBACK_DOES_NOT_FORCE = "rows that are copied at once pass older records of their key"

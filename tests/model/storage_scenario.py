@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What an engine does in one small run, and which rows a cache without any concurrency would then deliver.
 
-Blocks hold one token, so a block is a slot. The row that step `k` computes has the content `k`, whatever its key; `ABSENT` is
-no row. A *cell* is one key's row in one slot.
+Blocks hold one token, so a block is a slot. The row that step `k` computes has the content `k`, whatever its key;
+`ABSENT` is no row. A *cell* is one key's row in one slot.
 """
 
 from dataclasses import dataclass

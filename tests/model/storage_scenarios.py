@@ -161,7 +161,6 @@ DEFERRED_SAME_STEP = Scenario(
     (
         _step(Fresh(0), Hit((0,)), Write(0, "D")),
         _step(Fresh(0), Write(0, "D", "B")),
-        _step(Ended("B")),
     ),
 )
 DEFERRED_NO_ROOM = Scenario(

@@ -59,8 +59,7 @@ class Tables:
                 write_id = ABSENT
             entries.append(Entry(write_id, None if write_id else NOTHING))
         state.reads = put(state.reads, index, Read(tuple(entries)))
-        may_force = Change.HIT_DOES_NOT_FORCE not in self.changes
-        self._gather(state, index, range(len(entries)), may_force=may_force)
+        self._gather(state, index, range(len(entries)))
 
     def plan_again(self, state: StorageState, index: int, written_slots: frozenset[int]) -> None:
         """The read's own step has claimed these slots: entries there want the new rows."""
@@ -75,9 +74,9 @@ class Tables:
                 read = read._replace(entries=put(read.entries, number, entry))
                 moved.append(number)
         state.reads = put(state.reads, index, read)
-        self._gather(state, index, moved, may_force=Change.REPLAN_DOES_NOT_FORCE not in self.changes)
+        self._gather(state, index, moved)
 
-    def _gather(self, state: StorageState, index: int, numbers: range | list[int], *, may_force: bool) -> None:
+    def _gather(self, state: StorageState, index: int, numbers: range | list[int]) -> None:
         read = state.reads[index]
         assert isinstance(read, Read)
         cells = self.scenario.reads[index].cells
@@ -85,9 +84,10 @@ class Tables:
         if not parts:
             return
         newest = max(write_id for _, write_id in parts)
-        newest_record = max((write_id for number, write_id in parts if self.scenario.is_deferred(cells[number])), default=0)
+        deferred = [write_id for number, write_id in parts if self.scenario.is_deferred(cells[number])]
+        newest_record = max(deferred, default=0)
         if newest_record:
-            if may_force:
+            if Change.HIT_DOES_NOT_FORCE not in self.changes:
                 self.force_through(state, newest_record)
                 newest_record = min(newest_record, state.forced_upto)
             if Change.ONE_WATERMARK in self.changes:

@@ -7,7 +7,7 @@ import pytest
 
 from mutants.model import Edit, Mutant, OutOfDateError, Tests
 from mutants.report import PAGE, described
-from mutants.sandbox import REPOSITORY, frozen_source
+from mutants.sandbox import REPOSITORY, check_origin, frozen_source
 from mutants.table import LISTED_BUGS, MUTANTS
 from mutants.trial import Outcome, try_mutant
 
@@ -56,21 +56,45 @@ def test_the_page_lists_these_mutants():
     assert shown == {mutant.name: described(mutant) for mutant in MUTANTS}, "make mutants MUTANTS_ARGS=--write-page"
 
 
+@pytest.fixture
+def small_source(tmp_path):
+    """A source of one module, and one test of it."""
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "thing.py").write_text("LIMIT = 2\n")
+    (tmp_path / "tests" / "test_thing.py").write_text(
+        "from thing import LIMIT\n\n\ndef test_the_limit_is_two():\n    assert LIMIT == 2, 'not two'\n"
+    )
+    return tmp_path
+
+
 @pytest.mark.parametrize(
-    ("change", "outcome"),
+    ("new", "outcome", "caught_by", "evidence"),
     [
-        (("_MAX_WASTE_FACTOR = 2", "_MAX_WASTE_FACTOR = 999"), Outcome.KILLED),
-        (("_MAX_WASTE_FACTOR = 2", "_MAX_WASTE_FACTOR = 1 + 1"), Outcome.SURVIVED),
-        (("_MAX_WASTE_FACTOR = 2", "_MAX_WASTE_FACTOR = missing"), Outcome.BROKEN),
-        (("there is no such line", ""), Outcome.BROKEN),
+        ("LIMIT = 3", Outcome.KILLED, "tests/test_thing.py::test_the_limit_is_two", "AssertionError: not two"),
+        ("LIMIT = 1 + 1", Outcome.SURVIVED, "", ""),
+        ("LIMIT = missing", Outcome.BROKEN, "tests/test_thing.py", "NameError"),
+        ("import os\nLIMIT = os.kill(os.getpid(), 9)", Outcome.KILLED, "tests/test_thing.py", "signal 9"),
     ],
 )
-def test_a_bug_is_noticed_a_harmless_change_survives_and_what_cannot_be_tried_is_broken(change, outcome):
-    # A sandbox that imported the original source could not tell these apart.
-    mutant = Mutant(
-        "odd", "", (Edit("omni_core/prefix_cache/buffers.py", *change),), (Tests(("tests/core/test_buffers.py",)),)
-    )
+def test_a_bug_is_noticed_a_harmless_change_survives_and_what_cannot_be_tried_is_broken(
+    small_source, new, outcome, caught_by, evidence
+):
+    edit = Edit("thing.py", "LIMIT = 2", new)
+    result = try_mutant(Mutant("odd", "", (edit,), (Tests(("tests/test_thing.py",)),)), small_source)
+    assert result.outcome is outcome
+    assert result.caught_by == caught_by
+    assert evidence in result.evidence
+    # Only the copy was changed.
+    assert (small_source / "thing.py").read_text() == "LIMIT = 2\n"
+
+
+def test_a_mutant_that_is_out_of_date_is_broken(small_source):
+    edit = Edit("thing.py", "LIMIT = 4", "LIMIT = 5")
+    result = try_mutant(Mutant("odd", "", (edit,), (Tests(("tests/test_thing.py",)),)), small_source)
+    assert result.outcome is Outcome.BROKEN
+    assert "out of date" in result.evidence
+
+
+def test_detectors_run_against_the_copy():
     with frozen_source() as source:
-        result = try_mutant(mutant, source)
-    assert result.outcome is outcome, result
-    assert ("::" in result.caught_by) is (outcome is Outcome.KILLED), result
+        check_origin(source)

@@ -220,6 +220,25 @@ def test_third_party_backend_is_found_passes_conformance_and_can_go_again(enviro
     check_three_backends(environment.backends())
 
 
+USERS_TEST = """
+from omni_core.testing import FakeModel, SimRequest, hidden_key
+
+
+def test_fixtures(sim_engine, stage_oracle):
+    stage = sim_engine(FakeModel(hidden_key(2)))
+    stage.submit(SimRequest("a", (1, 2, 3, 4, 5)))
+    assert stage_oracle(stage).rows_delivered == 5
+"""
+
+
+def test_a_users_project_has_the_fixtures_of_the_installed_wheel(environment, wheel, tmp_path):
+    environment.install(wheel)
+    project = tmp_path / "project"
+    project.mkdir()
+    (project / "test_users.py").write_text(USERS_TEST)
+    assert "1 passed" in run(environment.python, "-m", "pytest", "-q", "-p", "no:cacheprovider", cwd=project)
+
+
 @pytest.mark.parametrize("editable", [True, False], ids=["editable", "wheel"])
 def test_uninstall_leaves_nothing(environment, wheel, editable):
     before = environment.files()

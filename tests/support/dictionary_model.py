@@ -168,7 +168,9 @@ class DictionaryModel:
         self.under_way = []
         for event in events.requests:
             if event.kind is Kind.EXTENDED and event.req_id in self.live:
-                self.live[event.req_id].table += [Place(block_id, self.blocks[block_id]) for block_id in event.block_ids]
+                self.live[event.req_id].table += [
+                    Place(block_id, self.blocks[block_id]) for block_id in event.block_ids
+                ]
         for event in events.requests:
             if event.kind in (Kind.STARTED, Kind.RESUMED, Kind.REPLACED):
                 self._enter(event)
@@ -203,7 +205,7 @@ class DictionaryModel:
             if block.private_to not in (None, owner):
                 place.withheld = digest == 0 or digest != block.digest
             else:
-                place.withheld = digest != block.digest and 0 not in (digest, block.digest)
+                place.withheld = digest not in (0, block.digest)
         written = self._blocks_of(hit) * self.block_size
         if life is None:
             life = self.live[req_id] = Life(req_id, table, hit, hit, hit, written)
@@ -257,7 +259,11 @@ class DictionaryModel:
                 saved.read = reads[run.req_id] = self._read(life, carried)
                 saved.read.owed = True
         for read in reads.values():
-            if self.stores_hidden and read.life.req_id in step.runs and any(HIDDEN_KEY not in rows for rows in read.rows.values()):
+            if (
+                self.stores_hidden
+                and read.life.req_id in step.runs
+                and any(HIDDEN_KEY not in rows for rows in read.rows.values())
+            ):
                 self._refuse(read.life.req_id, HitRowsAbsentError)
                 step.failed[read.life.req_id] = HitRowsAbsentError
         for saved in step.runs.values():
@@ -325,8 +331,8 @@ class DictionaryModel:
     def _valid_rows(self, saved, sampled_counts):
         """Positions of the run whose rows the step delivers, with the rows."""
         run = saved.run
-        count = sampled_counts[run.req_id] if run.drafts else len(run.rows)
-        return {run.first + i: run.rows[i] for i in range(saved.again, count)}
+        rejected = 1 + run.drafts - sampled_counts[run.req_id] if run.drafts else 0
+        return {run.first + i: run.rows[i] for i in range(saved.again, len(run.rows) - rejected)}
 
     def _owe_run(self, step, req_id, sampled_counts):
         saved = step.runs[req_id]
@@ -364,7 +370,7 @@ class DictionaryModel:
         self.end_unsaved_step()
         for step in self.steps.values():
             for req_id, saved in step.runs.items():
-                self._owe_run(step, req_id, {req_id: len(saved.run.rows) - saved.run.drafts})
+                self._owe_run(step, req_id, {req_id: 1})
         self.steps.clear()
         for req_id in list(self.live):
             self._end(req_id)

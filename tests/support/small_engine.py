@@ -187,9 +187,10 @@ class SmallEngine:
             rows = list(range(first_row, first_row + length))
             first_row += length
             runs.append(Run(req_id, planned.first, rows, planned.slots, planned.drafts))
-            valid = length - planned.drafts + min(accepted, planned.drafts)
+            sampled = 1 + min(accepted, planned.drafts)
+            valid = length - planned.drafts - 1 + sampled
             if planned.drafts:
-                counts[req_id] = valid
+                counts[req_id] = sampled
             request.computed = planned.first + valid
             request.drafted = planned.drafts > 0
             request.known = max(request.known, request.computed + 1)

@@ -161,7 +161,7 @@ def test_drawn_plans_have_only_outcomes_a_fault_may_have():
 @pytest.mark.timeout(1800)
 def test_drawn_plans_of_drawn_workloads_have_only_outcomes_a_fault_may_have():
     happened = set()
-    for seed in range(1_000):
+    for seed in range(400):
         draw = WorkloadConfig.draw_cramped if seed % 2 else WorkloadConfig.draw
         config = draw(seed)
         stage = replace(config.stage, threaded_builder=seed % 3 != 0)

@@ -412,3 +412,14 @@ def test_a_stage_refuses_what_its_model_would_not_see():
 def test_a_run_knows_its_tokens_and_positions():
     run = SequenceRun("a", torch.tensor([4, 5, 6, 7]), 1)
     assert (run.num_tokens, run.input_ids.tolist(), run.positions.tolist()) == (3, [5, 6, 7], [1, 2, 3])
+
+
+def test_wide_rows_and_long_prompts_need_no_setting():
+    def model(runs):
+        rows = rows_of(runs)
+        return rows, {"layers": rows.repeat(1, 3_000).to(torch.bfloat16)}
+
+    policy = ModelCachePolicy(deferred_keys=frozenset({"layers"}))
+    report = check_model_outputs(model, [tuple(range(1, 30))], policy=policy, block_size=8)
+    report.raise_if_wrong()
+    assert report.key("layers").rows_from_hits > 0

@@ -56,8 +56,7 @@ def model(runs):
 
 
 def test_stage(sim_engine, stage_oracle):
-    from omni_core.prefix_cache.manager import OmniPrefixCacheManager
-from omni_core.prefix_cache.policy import ModelCachePolicy
+    from omni_core.prefix_cache.policy import ModelCachePolicy
     from omni_core.testing import SimRequest
 
     stage = sim_engine(model, policy=ModelCachePolicy(token_keys=frozenset({"codes"})))

@@ -87,6 +87,12 @@ class ModelForward:
         """Rows asked for."""
         return sum(run.num_tokens for run in self.runs)
 
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of all further outputs per row asked for, rounded up."""
+        tensors = [tensor for value in self.outputs.values() for tensor in tensors_of(value)]
+        return -(-sum(tensor.nbytes for tensor in tensors) // self.num_tokens)
+
     def has_row_per_token(self, name: str) -> bool:
         """Whether that output is a tensor whose first dimension is the forward's token count."""
         value = self.outputs.get(name)

@@ -64,7 +64,15 @@ def check_model_outputs(
     if not check.is_wrong:
         biggest = 1 + max(max(prompt) for prompt in check.prompts)
         tokens_below = biggest if vocabulary is None else vocabulary
-        for scenario in scenarios_for(check.prompts, check.policy, block_size, tokens_below, seed):
+        scenarios = scenarios_for(
+            check.prompts,
+            check.policy,
+            block_size=block_size,
+            vocabulary=tokens_below,
+            row_bytes=check.row_bytes,
+            seed=seed,
+        )
+        for scenario in scenarios:
             check.run(scenario, seed)
     return check.report()
 
@@ -111,6 +119,11 @@ class _Check:
         """Whether the model alone has shown something wrong."""
         found = (*self._forms.findings(), *self._probe_findings)
         return any(finding.severity is Severity.WRONG for finding in found)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes per row of the further outputs, as far as they were seen."""
+        return self._forms.row_bytes
 
     def probe(self) -> None:
         """The model alone."""

@@ -26,6 +26,8 @@ from omni_core.testing.scheduler_config import SchedulerConfig
 from omni_core.testing.sim_engine import NO_FAULTS, Forward, SavedStep, StepCounter, StepFaults
 from omni_core.testing.sim_scheduler import SimScheduler
 
+_LEAST_ROW_BYTES = 16 << 10
+
 
 class ModelEngine:
     """The engine. One thread; never blocks but in the cache's own calls and in the model.
@@ -64,7 +66,9 @@ class ModelEngine:
             vocabulary, scheduler.max_draft_tokens, config.drafts_accepted, scheduler.mishaps.seed
         )
         self.scheduler = SimScheduler(scheduler, self._tokens.drafts)
-        hidden = caller([SequenceRun("dry run", torch.tensor(first_prompt, dtype=torch.int64), 0)]).hidden
+        shown = caller([SequenceRun("dry run", torch.tensor(first_prompt, dtype=torch.int64), 0)])
+        hidden = shown.hidden
+        plenty = max(_LEAST_ROW_BYTES, 2 * shown.row_bytes)
         cache_config = PrefixCacheConfig(
             num_blocks=scheduler.num_blocks,
             block_size=scheduler.block_size,
@@ -72,7 +76,7 @@ class ModelEngine:
             hidden_dtype=torch.float32 if hidden is None else hidden.dtype,
             max_num_tokens=scheduler.max_num_tokens,
             staging_depth=config.staging_depth,
-            extra_row_bytes=config.row_bytes,
+            extra_row_bytes=plenty if config.row_bytes is None else config.row_bytes,
             device_staging_bytes=config.device_staging_bytes,
         )
         device = torch.device("cpu")

@@ -18,6 +18,8 @@ from omni_core.testing.sim_request import SimRequest
 
 Tokens = tuple[int, ...]
 
+_SPARE_ROW_BYTES = 1 << 10
+
 
 @dataclass(frozen=True, slots=True)
 class Likelihoods:
@@ -52,13 +54,20 @@ class Scenario:
 
 
 def scenarios_for(
-    prompts: Sequence[Tokens], policy: ModelCachePolicy, block_size: int, vocabulary: int, seed: int
+    prompts: Sequence[Tokens],
+    policy: ModelCachePolicy,
+    *,
+    block_size: int,
+    vocabulary: int,
+    row_bytes: int,
+    seed: int,
 ) -> tuple[Scenario, ...]:
-    """The scenarios, sized for these prompts."""
-    blocks = -(-(max(map(len, prompts)) + 6) // block_size)
+    """The scenarios, sized for these prompts and for outputs of `row_bytes` per token, hidden states aside."""
+    longest = max(map(len, prompts))
+    blocks = -(-(longest + 6) // block_size)
     num_tokens = max(64, 4 * blocks * block_size)
     scheduler = SchedulerConfig(1 + 12 * blocks * len(prompts), block_size, num_tokens, mishaps=Mishaps(seed))
-    plain = ModelStageConfig(scheduler, vocabulary=vocabulary)
+    plain = ModelStageConfig(scheduler, vocabulary=vocabulary, row_bytes=row_bytes + _SPARE_ROW_BYTES)
     chunks = replace(scheduler, max_chunk_tokens=block_size + 1)
     small = replace(scheduler, num_blocks=1 + blocks + 1)
     resumed, live = (
@@ -121,7 +130,7 @@ def scenarios_for(
             )
         )
     if policy.deferred_keys:
-        starved = replace(plain, device_staging_bytes=4 << 10)
+        starved = replace(plain, device_staging_bytes=4 * longest * max(64, row_bytes))
         all_scenarios.append(Scenario("deferred rows, little device memory", starved, (RowKind.DEFERRED,), copies=2))
     return tuple(all_scenarios)
 

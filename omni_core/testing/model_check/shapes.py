@@ -64,12 +64,15 @@ class OutputForms:
     num_forwards: int = 0
     sightings: dict[str, list[Sighting]] = field(default_factory=dict)
     """By flattened name, one per forward that brought the output."""
+    row_bytes: int = 0
+    """Most bytes per row that the further outputs of a forward took."""
     hidden_forms: set[tuple[int, torch.dtype]] = field(default_factory=set)
     """Widths and dtypes of hidden states."""
 
     def saw(self, forward: ModelForward) -> None:
         """Take in a forward."""
         self.num_forwards += 1
+        self.row_bytes = max(self.row_bytes, forward.row_bytes)
         if forward.hidden is not None:
             self.hidden_forms.add((forward.hidden.shape[1], forward.hidden.dtype))
         for name, value in forward.outputs.items():

@@ -26,7 +26,7 @@ class ModelStageConfig:
     """Tokens that requests go on with are below this; `None`: up to the largest of the first prompt."""
     drafts_accepted: float = 0.6
     """Chance, between 0 and 1, that a draft token after accepted ones is accepted, too."""
-    row_bytes: int = 16 << 10
-    """Most bytes per token of all outputs together, hidden states aside."""
+    row_bytes: int | None = None
+    """Most bytes per token of all outputs but hidden states; `None`: plenty, by what the first prompt shows."""
     backend: str = "cpu_sim"
     backend_options: Mapping[str, Any] = field(default_factory=dict)

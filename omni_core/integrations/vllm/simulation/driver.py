@@ -127,9 +127,9 @@ class VllmSchedulerDriver:
         events = step_events(output, self._built.mirrored_group)
         self._follow(output)
         in_step = self._in_step = {req_id: self._live[req_id] for req_id in output.num_scheduled_tokens}
+        self._process_sampled()
         if self.config.block_digests:
             events = with_digests(events, in_step, self._built.hashes_per_block)
-        self._process_sampled()
         runs = tuple(self._run(followed, output) for followed in in_step.values())
         self._num_schedules += 1
         self._note(output, runs)

@@ -32,21 +32,24 @@ class VllmWorkload:
         """A workload that depends on `seed` alone."""
         rng = random.Random(f"vllm workload {seed}")
         config = WorkloadConfig.draw(seed)
-        drafts = rng.choice((0, 0, 1, 3, 5))
-        groups = rng.choice((KvGroups.FULL, KvGroups.FULL, *KvGroups))
-        mamba = groups is KvGroups.MAMBA_THEN_FULL
-        block_size = rng.choice((4, 8, 16)) if mamba else rng.choice((1, 2, 4, 4, 8, 16))
-        runs_ahead = rng.random() < 0.3
-        shape = VllmShape(
-            max_model_len=config.max_prompt_tokens + config.max_output_tokens,
-            kv_groups=groups,
-            match_unit=rng.choice((1, 2, block_size // 2)) if mamba else None,
-            async_scheduling=runs_ahead,
-            reserve_full_prompt=rng.random() < 0.3,
-            lookahead_tokens=0 if mamba else rng.choice((0, 0, drafts)),
+        by_priority = rng.random() < 0.25
+        if by_priority:
+            config = replace(config, max_output_tokens=16)
+        shape = _draw_shape(rng, config, by_priority=by_priority)
+        scheduler = _draw_scheduler(rng, seed, config.stage.scheduler, shape, by_priority=by_priority)
+        kernel = config.stage.kernel_block_size
+        stage = replace(
+            config.stage,
+            scheduler=scheduler,
+            kernel_block_size=None if kernel is None or scheduler.block_size % kernel else kernel,
         )
-        config = _adapted(config, rng, shape, seed, block_size, max_draft_tokens=0 if mamba else drafts)
-        return cls(seed, config, shape)
+        likelihoods = replace(
+            config.likelihoods,
+            replaced=0.0,
+            # A late token of the old request would be taken for the new one's: vLLM's ids are never used again.
+            id_reused=0.0 if shape.async_scheduling else config.likelihoods.id_reused,
+        )
+        return cls(seed, replace(config, stage=stage, likelihoods=likelihoods), shape)
 
     def run(
         self, runtime: Runtime | None = None, wrap_cache: CacheWrapper | None = None
@@ -83,37 +86,45 @@ class VllmWorkload:
         return report, Counter(drivers[0].witness.counts)
 
 
-def _adapted(
-    config: WorkloadConfig, rng: random.Random, shape: VllmShape, seed: int, block_size: int, *, max_draft_tokens: int
-) -> WorkloadConfig:
-    drawn = config.stage.scheduler
-    sliding = shape.kv_groups in (KvGroups.FULL_THEN_SLIDING, KvGroups.SLIDING_THEN_FULL)
+def _draw_shape(rng: random.Random, config: WorkloadConfig, *, by_priority: bool) -> VllmShape:
+    groups = KvGroups.FULL if by_priority else rng.choice((KvGroups.FULL, KvGroups.FULL, *KvGroups))
+    mamba = groups is KvGroups.MAMBA_THEN_FULL
+    return VllmShape(
+        max_model_len=config.max_prompt_tokens + config.max_output_tokens,
+        kv_groups=groups,
+        match_unit=rng.choice((1, 2)) if mamba else None,
+        async_scheduling=rng.random() < 0.3,
+        reserve_full_prompt=rng.random() < 0.3,
+        lookahead_tokens=0 if mamba else rng.choice((0, 0, 0, 3)),
+    )
+
+
+def _draw_scheduler(
+    rng: random.Random, seed: int, drawn: SchedulerConfig, shape: VllmShape, *, by_priority: bool
+) -> SchedulerConfig:
     mamba = shape.kv_groups is KvGroups.MAMBA_THEN_FULL
-    priority = not mamba and rng.random() < 0.2
+    sliding = shape.kv_groups in (KvGroups.FULL_THEN_SLIDING, KvGroups.SLIDING_THEN_FULL)
+    # By priority, a request is preempted after it was scheduled only where several tables grow in one schedule.
+    sizes = (4, 8, 16) if mamba else (1, 2, 4) if by_priority else (1, 2, 4, 4, 8, 16)
+    block_size = rng.choice(sizes)
+    drafts = 0 if mamba else rng.choice((0, 0, 1, 3, 5))
+    chunk = drawn.max_chunk_tokens
     scheduler = replace(
         drawn,
         block_size=block_size,
-        max_draft_tokens=max_draft_tokens,
+        max_num_requests=8 if by_priority else drawn.max_num_requests,
+        max_draft_tokens=drafts,
+        max_chunk_tokens=None if chunk is None else max(chunk, 1 + drafts),
         partial_block_hits=mamba,
         side_group_window=rng.choice((block_size, 3 * block_size)) if sliding else None,
         preemption=rng.choice((Preemption.RECOMPUTE_V1, Preemption.RECOMPUTE_V1, Preemption.RECOMPUTE_V2)),
-        block_digests=priority or rng.random() < 0.3,
+        block_digests=by_priority or rng.random() < 0.3,
         mishaps=Mishaps(
-            seed, preempted=rng.choice((0.0, 0.0, 0.1)), taken_back=0.1 if priority else 0.0, piece_delay=3
+            seed,
+            preempted=0.0 if shape.async_scheduling and drafts else rng.choice((0.0, 0.0, 0.1)),
+            taken_back=0.1 if by_priority else 0.0,
+            piece_delay=3,
         ),
     )
     needed = shape.blocks_for(scheduler, shape.max_model_len)
-    scheduler = replace(scheduler, num_blocks=1 + needed * rng.choice((1, 1, 2, 4)))
-    likelihoods = replace(
-        config.likelihoods,
-        replaced=0.0,
-        # A late token of the old request would be taken for the new one's: vLLM's ids are never used again.
-        id_reused=0.0 if shape.async_scheduling else config.likelihoods.id_reused,
-    )
-    kernel = config.stage.kernel_block_size
-    stage = replace(
-        config.stage,
-        scheduler=scheduler,
-        kernel_block_size=kernel if kernel is not None and block_size % kernel == 0 else None,
-    )
-    return replace(config, stage=stage, likelihoods=likelihoods)
+    return replace(scheduler, num_blocks=1 + needed * rng.choice((1, 1, 2) if by_priority else (1, 1, 2, 4)))
