@@ -175,7 +175,8 @@ def _draw(report: FuzzReport, args: argparse.Namespace) -> Iterable[str]:
 
 def _draw_runs(report: FuzzReport) -> Iterable[str]:
     fates = ", ".join(f"{count} {fate}" for fate, count in report.requests_by_fate.items())
-    yield f"Seed {report.seed}, {report.seconds:.0f} s: {report.steps} engine steps, {report.requests} requests ({fates})."
+    yield f"Seed {report.seed}, {report.seconds:.0f} s: {report.steps} engine steps."
+    yield f"Requests: {report.requests}, of which {fates}."
     runs = ", ".join(f"{report.runs[threads.name]} on {threads.value}" for threads in FuzzThreads)
     yield f"Runs: {runs}."
     yield f"Schedules: {report.schedules} different ones, {report.choices} choices of who goes next."

@@ -94,6 +94,10 @@ def digest_events(events: StepEvents, table: SlotTable) -> EventDigest:
             extended.append((event.req_id, event.block_ids))
         elif not _enter(event, entering):
             refused[event.req_id] = RequestEventError(event.req_id, "entered twice in one step; announce it once")
+    for req_id in {req_id for req_id, _ in extended} & entering.keys():
+        refused[req_id] = RequestEventError(
+            req_id, "got blocks appended in the step that announces its whole block table; name all of them there"
+        )
     for copy in events.block_copies:
         named.extend((copy.source_block_id, copy.destination_block_id))
     table.check_blocks(np.array([*named, *known], np.int64), "new_step_starts")

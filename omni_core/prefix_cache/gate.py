@@ -126,8 +126,8 @@ GATE_RULES: tuple[GateRule, ...] = (
         GateStatus.REFUSED,
         lambda f: f.num_speculative_tokens > 0,
         lambda f: (
-            f"num_speculative_tokens={f.num_speculative_tokens}: this version's worker does not tell the cache how many "
-            "drafts were accepted; remove speculative_config"
+            f"num_speculative_tokens={f.num_speculative_tokens}: this version's worker does not tell the cache how "
+            "many drafts were accepted; remove speculative_config"
         ),
     ),
     GateRule(

@@ -20,13 +20,14 @@ _NOTHING_WITHHELD: npt.NDArray[np.bool_] = np.zeros(0, np.bool_)
 
 
 class _BlockTable:
-    """A live request's blocks, and the last id given out when each came to it; its complement where rows are withheld."""
+    """A live request's blocks, and the last id given out when each came to it; its complement for withheld blocks."""
 
-    __slots__ = ("_block_ids", "_since")
+    __slots__ = ("_block_ids", "_since", "_withholds")
 
     def __init__(self, block_ids: Collection[int], since: int, withheld: npt.NDArray[np.bool_]) -> None:
         self._block_ids = list(block_ids)
         self._since = [since] * len(block_ids)
+        self._withholds = bool(withheld.any())
         for index in np.flatnonzero(withheld).tolist():
             self._since[index] = ~since
 
@@ -35,6 +36,8 @@ class _BlockTable:
         self._since.extend([since] * len(block_ids))
 
     def withheld(self) -> dict[int, int]:
+        if not self._withholds:
+            return {}
         return {block_id: ~since for block_id, since in zip(self._block_ids, self._since, strict=True) if since < 0}
 
     def slots(self, positions: Positions, block_size: int) -> tuple[Slots, WriteIds]:

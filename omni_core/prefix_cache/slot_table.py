@@ -98,6 +98,11 @@ class SlotTable:
             self._any_digest = True
             self._digests[block_ids] = digests
 
+    def copy_digest(self, source: int, destination: int) -> None:
+        """Block `destination` has begun a tenancy that holds the whole of `source`: it stands for the same prefix."""
+        if self._any_digest:
+            self._digests[destination] = self._digests[source]
+
     def make_private(self, block_id: int, digest: int, life: int) -> None:
         """Rows of the block's present tenancy are of a content its hash may not stand for.
 

@@ -119,10 +119,11 @@ class StepContext:
                     "request of the step that has drafts"
                 )
             sampled, drafts = sampled_counts[req_id], int(self.num_draft_tokens[index])
-            if not 0 <= sampled <= 1 + drafts:
+            # None sampled would leave the last known token's row neither delivered nor owed.
+            if not 1 <= sampled <= 1 + drafts:
                 raise DraftCountError(
                     f"{self.label}: sampled_counts says {sampled} for request {req_id!r}, whose run has {rows} rows, "
-                    f"{drafts} of them for drafts"
+                    f"{drafts} of them for drafts: between 1 and {1 + drafts} tokens are sampled after it"
                 )
             # Sampling begins after the last known token: the rows before it are valid whatever was accepted.
             valid[index] = rows - drafts - 1 + sampled

@@ -89,6 +89,8 @@ class StepIntake:
                 sources[key] = PoolRows(key, source_slots[present], destination_slots[present])
         self._force_sources(sources.values(), f"copy of block {source} to block {destination}")
         self._table.start_tenancies(np.array([destination], np.int64))
+        if num_rows == self._table.block_size:
+            self._table.copy_digest(source, destination)
         write_id = self._table.next_write_id()
         for key, rows in sources.items():
             self._table.claim((key,), rows.destination_slots, write_id)

@@ -45,6 +45,12 @@ LAYERS = {  # layer -> the other layers it may import; a module belongs to the l
     "omni_core.testing.os_threads": {"omni_core"},  # real threads under the testing runtimes, and nothing else
     "omni_core.pytest_plugin": {"omni_core", "omni_core.testing"},  # inside its fixtures; nothing but pytest at load
     "omni_core.integrations": {*CORE, "omni_core.backend.registry", "omni_core.prefix_cache", "omni_core.sinks"},
+    "omni_core.integrations.vllm.simulation": {  # the real scheduler in the simulated engine's place
+        *CORE,
+        "omni_core.prefix_cache",
+        "omni_core.integrations",
+        "omni_core.testing",
+    },
     "omni_core.cli": {
         *CORE,
         "omni_core.backend.registry",
@@ -52,13 +58,14 @@ LAYERS = {  # layer -> the other layers it may import; a module belongs to the l
         "omni_core.sinks",
         "omni_core.testing",
         "omni_core.integrations",
+        "omni_core.integrations.vllm.simulation",
     },
     "omni_core_cuda": {"omni_core.backend", "omni_core.runtime"},
     "omni_core_npu": {"omni_core.backend", "omni_core.runtime"},
     "omni_core_cpu_sim": {"omni_core.backend", "omni_core.runtime"},
 }
 ONLY_IMPORTED_BY = {  # foreign package -> the only layers that may import it
-    "vllm": {"omni_core.integrations"},
+    "vllm": {"omni_core.integrations", "omni_core.integrations.vllm.simulation"},
     "vllm_ascend": {"omni_core.integrations"},
     "vllm_omni": {"omni_core.integrations"},
     "torch_npu": {"omni_core_npu"},

@@ -6,6 +6,8 @@ import re
 
 import pytest
 import torch
+from cache_rig import new
+from row_values import assert_rows
 
 from omni_core.prefix_cache.config import PrefixCacheConfig
 from omni_core.prefix_cache.errors import InvalidConfigError
@@ -110,3 +112,10 @@ def test_a_models_declaration_is_taken():
 def test_a_declaration_that_makes_no_sense_is_refused(declared, message):
     with pytest.raises(InvalidConfigError, match=message):
         ModelCachePolicy.from_model(Model(declared))
+
+
+def test_a_policy_after_the_first_step_is_refused(rig):
+    rig.begin(new("A", [1]))
+    with pytest.raises(RuntimeError, match="register it at load"):
+        rig.cache.register_policy(ModelCachePolicy(token_keys={"codes"}))
+    assert_rows(rig.take(rig.save())["A"], ("A", 0, 4))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whose rows are clipped by draft counts, and what is left of a content that was replaced."""
+"""Which rows draft counts clip, and what is left of a content that was replaced."""
 
 import pytest
 from cache_rig import more, new, replaced
@@ -13,6 +13,14 @@ def test_beside_a_request_with_drafts_a_count_for_one_without_means_nothing(rig)
     taken = rig.run(more("A", 3, drafts=2), more("B", 2), counts={"A": 1, "B": 0})
     assert_rows(taken["A"], ("A", 4, 5))
     assert_rows(taken["B"], ("B", 4, 6))
+
+
+@pytest.mark.parametrize("sampled", [0, 1, 2, 3])
+def test_rows_in_front_of_the_drafts_are_delivered_however_few_were_sampled(rig, sampled):
+    rig.run(new("A", [1, 2, 3], run=2))
+    # Three rows of known tokens, then the one that sampling begins at, then two of drafts.
+    taken = rig.run(more("A", 6, drafts=2), counts={"A": sampled})
+    assert_rows(taken["A"], ("A", 2, 5 + sampled))
 
 
 def test_rows_missing_when_a_content_is_replaced_are_neither_owed_nor_reported(rig):

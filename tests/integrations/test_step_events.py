@@ -3,17 +3,39 @@
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
-from omni_core.integrations.vllm.step_events import step_events
+from omni_core.integrations.vllm.step_events import num_draft_tokens, step_events
 from omni_core.prefix_cache.events import BlockCopy, RequestEvent, RequestEventKind, StepEvents
 
 
-def scheduler_output(*, new=(), cached=(), resumed=(), finished=(), scheduled=None, copies=None, preempted=None):
-    """`new`: (req_id, block_ids per group, computed). `cached`: (req_id, new block ids per group or None, computed)."""
+def scheduler_output(
+    *,
+    new=(),
+    cached=(),
+    resumed=(),
+    finished=(),
+    scheduled=None,
+    copies=None,
+    preempted=None,
+    prefill=None,
+    all_tokens=None,
+    drafts=None,
+):
+    """`new`: (req_id, block_ids per group, computed). `cached`: (req_id, new block ids per group or None, computed).
+
+    `prefill`: what the new requests bring for the second model runner. `all_tokens`: of requests that come back.
+    """
     return SimpleNamespace(
         scheduled_new_reqs=[
-            SimpleNamespace(req_id=req_id, block_ids=blocks, num_computed_tokens=computed, prompt_token_ids=[1, 2])
+            SimpleNamespace(
+                req_id=req_id,
+                block_ids=blocks,
+                num_computed_tokens=computed,
+                prompt_token_ids=[1, 2],
+                prefill_token_ids=prefill,
+            )
             for req_id, blocks, computed in new
         ],
         scheduled_cached_reqs=SimpleNamespace(
@@ -21,12 +43,14 @@ def scheduler_output(*, new=(), cached=(), resumed=(), finished=(), scheduled=No
             new_block_ids=[blocks for _, blocks, _ in cached],
             num_computed_tokens=[computed for _, _, computed in cached],
             resumed_req_ids=set(resumed),
+            all_token_ids=all_tokens or {},
         ),
         num_scheduled_tokens=scheduled or {},
         total_num_scheduled_tokens=sum((scheduled or {}).values()),
         finished_req_ids=set(finished),
         kv_cache_block_copies=copies,
         preempted_req_ids=preempted,
+        scheduled_spec_decode_tokens=drafts or {},
     )
 
 
@@ -37,7 +61,14 @@ def test_a_quiet_step_has_no_news():
 def test_a_new_request_brings_its_whole_table_and_its_hit():
     output = scheduler_output(new=[("a", ([4, 5, 6],), 32)], scheduled={"a": 10})
     assert step_events(output).requests == (
-        RequestEvent(RequestEventKind.STARTED, "a", (4, 5, 6), num_computed_tokens=32, num_scheduled_tokens=10),
+        RequestEvent(
+            RequestEventKind.STARTED,
+            "a",
+            (4, 5, 6),
+            num_computed_tokens=32,
+            num_scheduled_tokens=10,
+            num_known_tokens=33,
+        ),
     )
 
 
@@ -50,11 +81,33 @@ def test_a_running_request_is_news_only_when_it_gets_blocks(nothing_new):
     assert step_events(output).requests == (RequestEvent(RequestEventKind.EXTENDED, "b", (9, 10)),)
 
 
-def test_a_resumed_request_brings_its_whole_new_table():
-    output = scheduler_output(cached=[("a", ([7, 8],), 32)], resumed=["a"], scheduled={"a": 5})
-    assert step_events(output).requests == (
-        RequestEvent(RequestEventKind.RESUMED, "a", (7, 8), num_computed_tokens=32, num_scheduled_tokens=5),
+def test_a_resumed_request_brings_its_whole_new_table_and_how_many_tokens_are_known():
+    output = scheduler_output(
+        cached=[("a", ([7, 8],), 32)], resumed=["a"], scheduled={"a": 5}, all_tokens={"a": list(range(37))}
     )
+    assert step_events(output).requests == (
+        RequestEvent(
+            RequestEventKind.RESUMED,
+            "a",
+            (7, 8),
+            num_computed_tokens=32,
+            num_scheduled_tokens=5,
+            num_known_tokens=37,
+        ),
+    )
+
+
+def test_a_request_that_comes_back_among_the_new_ones_brings_its_output_tokens_too():
+    output = scheduler_output(new=[("a", ([7, 8],), 32)], scheduled={"a": 5}, prefill=list(range(37)))
+    (event,) = step_events(output).requests
+    assert (event.kind, event.num_known_tokens) == (RequestEventKind.STARTED, 37)
+
+
+@pytest.mark.parametrize("prefill", [None, [1, 2]])
+def test_the_next_part_of_a_prompt_keeps_what_is_computed_and_nothing_that_was_sampled(prefill):
+    output = scheduler_output(new=[("a", ([7],), 1)], scheduled={"a": 1}, prefill=prefill)
+    (event,) = step_events(output).requests
+    assert (event.num_computed_tokens, event.num_known_tokens) == (1, 2)
 
 
 def test_a_request_resumed_without_a_table_is_still_reported():
@@ -85,6 +138,17 @@ def test_a_preempted_request_has_not_ended():
 def test_blocks_of_the_mirrored_group_are_taken():
     output = scheduler_output(new=[("a", ([1], [2, 3]), 0)], cached=[("b", ([4], [5]), 9)], scheduled={"a": 1, "b": 1})
     assert [event.block_ids for event in step_events(output, group_index=1).requests] == [(2, 3), (5,)]
+
+
+def test_drafts_are_counted_in_the_order_of_the_batch_placeholders_included():
+    output = scheduler_output(scheduled={"a": 4, "b": 1, "c": 2}, drafts={"a": [-1, -1, -1], "c": [7]})
+    counts = num_draft_tokens(output, ["c", "b", "a"])
+    assert counts.dtype == np.int64
+    assert counts.tolist() == [1, 0, 3]
+
+
+def test_a_step_without_drafts_has_no_counts():
+    assert num_draft_tokens(scheduler_output(scheduled={"a": 4}), ["a"]) is None
 
 
 def test_block_copies_keep_their_order():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The delivery world: one request, preempted, replaced and speculated with, and a consumer who may not take its rows."""
+"""The delivery world: one request, preempted, replaced and speculated with, and a consumer who may leave its rows."""
 
 from collections.abc import Iterable, Iterator
 

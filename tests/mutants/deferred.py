@@ -3,6 +3,7 @@
 
 from mutants.model import CORE, Edit, Mutant, bug, files
 
+ORDER = files("core/test_mutant_deferred.py")
 DEFERRED = files("core/test_deferred_keys.py", "core/test_deferred_pressure.py", "core/test_deferred_failures.py")
 
 DEFERRED_ROWS = (
@@ -146,7 +147,7 @@ DEFERRED_ROWS = (
                 "                self.landed_upto = max(self.landed_upto, record.write_id)\n",
             ),
         ),
-        (DEFERRED,),
+        (ORDER,),
     ),
     bug(
         "record-copied-before-its-clone",

@@ -29,10 +29,10 @@ LIFECYCLE = (
         "one row of a rejected draft is delivered",
         CORE + "step_context.py",
         """\
-            valid[index] = accepted
+            valid[index] = rows - drafts - 1 + sampled
 """,
         """\
-            valid[index] = min(accepted + 1, rows)
+            valid[index] = min(rows - drafts + sampled, rows)
 """,
         DRAFTS,
         listed_as="clip off by one",
@@ -42,13 +42,27 @@ LIFECYCLE = (
         "the last accepted row of a run with drafts is not delivered",
         CORE + "step_context.py",
         """\
-            valid[index] = accepted
+            valid[index] = rows - drafts - 1 + sampled
 """,
         """\
-            valid[index] = max(accepted - 1, 0)
+            valid[index] = max(rows - drafts - 2 + sampled, 0)
 """,
         DRAFTS,
         listed_as="clip off by one",
+    ),
+    bug(
+        "rows-before-the-drafts-clipped",
+        "of a run that is longer than its drafts and the token before them, as many rows at its end are lost",
+        CORE + "step_context.py",
+        """\
+            valid[index] = rows - drafts - 1 + sampled
+""",
+        """\
+            valid[index] = sampled
+""",
+        LIFE,
+        listed_as="clip off by one",
+        note="the count is of sampled tokens, not of rows",
     ),
     bug(
         "rejection-taken-as-resume",

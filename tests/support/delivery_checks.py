@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares what the cache delivered with what `DictionaryModel` expects. A row is a number; its tensor says it again."""
+"""Compares what the cache delivered with what `DictionaryModel` expects. A row is a number; its tensor repeats it."""
 
 import math
 

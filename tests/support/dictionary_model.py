@@ -5,7 +5,7 @@ A row is a number, the same for every key of its token. The model is told the ve
 and says what each call returns. It shares no code with the cache.
 """
 
-from dataclasses import dataclass, field
+from dictionary_records import Block, Expected, Life, Place, Read, SavedRun, SavedStep
 
 from omni_core.prefix_cache.config import HIDDEN_KEY
 from omni_core.prefix_cache.errors import (
@@ -17,100 +17,6 @@ from omni_core.prefix_cache.errors import (
     RequestNotStartedError,
 )
 from omni_core.prefix_cache.events import RequestEventKind as Kind
-
-
-@dataclass
-class Block:
-    """The present tenancy of one KV block."""
-
-    digest: int = 0
-    private_to: object = None
-    """Whose rows of content that the block's hash may not stand for it holds: a token of one life of a request id."""
-    rows: dict = field(default_factory=dict)
-    """Offset → key → row number."""
-
-
-@dataclass
-class Place:
-    """One entry of a request's block table: the tenancy its rows belong to, unless the digest says they are others'."""
-
-    block_id: int
-    tenancy: Block
-    withheld: bool = False
-
-
-@dataclass(eq=False)
-class Life:
-    """One life of a request id, or one version of its content."""
-
-    req_id: str
-    table: list
-    next: int
-    promised: int
-    draft_floor: int
-    written: int
-    """Below it, rows may lie in the request's blocks that are not of its content; a run there replaces them whole."""
-    missing: set = field(default_factory=set)
-    error: type | None = None
-    backs_off: bool = False
-    live: bool = True
-    replaced: bool = False
-
-
-@dataclass
-class Run:
-    """One request's rows in a step, as the layout names them."""
-
-    req_id: str
-    first: int
-    rows: list
-    """Row numbers."""
-    slots: list
-    """(block, offset) per row; `None` is not stored."""
-    drafts: int = 0
-
-    @property
-    def last(self):
-        return self.first + len(self.rows)
-
-
-@dataclass
-class Read:
-    """Stored rows a step carries for one request: position → key → row number."""
-
-    life: Life
-    places: dict
-    """Position → (block, offset), `None` where nothing can lie."""
-    rows: dict = field(default_factory=dict)
-    owed: bool = False
-
-
-@dataclass
-class SavedRun:
-    run: Run
-    life: Life | None
-    again: int
-    read: Read | None = None
-
-
-@dataclass
-class SavedStep:
-    keys: tuple
-    known_keys: tuple
-    runs: dict
-    failed: dict
-
-
-@dataclass
-class Expected:
-    """What is delivered for one request."""
-
-    positions: list
-    keys: dict
-    """Key → position → row number, 0 for zeros."""
-    num_from_hits: int
-    life: Life
-    carried_owed: bool
 
 
 class DictionaryModel:
@@ -168,9 +74,7 @@ class DictionaryModel:
         self.under_way = []
         for event in events.requests:
             if event.kind is Kind.EXTENDED and event.req_id in self.live:
-                self.live[event.req_id].table += [
-                    Place(block_id, self.blocks[block_id]) for block_id in event.block_ids
-                ]
+                self.live[event.req_id].table += self._places(event.block_ids)
         for event in events.requests:
             if event.kind in (Kind.STARTED, Kind.RESUMED, Kind.REPLACED):
                 self._enter(event)
@@ -186,6 +90,7 @@ class DictionaryModel:
             self._refuse(req_id, RequestEventError)
             return
         life = self.live.get(req_id)
+        known = [] if life is None else [place.tenancy for place in life.table if place.withheld]
         if event.kind is Kind.REPLACED and life is not None:
             life.replaced = True
             life.live = False
@@ -199,13 +104,15 @@ class DictionaryModel:
             return
         owner = self.owners.setdefault(req_id, object())
         expected = event.block_digests or (0,) * len(event.block_ids)
-        table = [Place(block_id, self.blocks[block_id]) for block_id in event.block_ids]
+        table = self._places(event.block_ids)
         for place, digest in zip(table[: self._blocks_of(hit)], expected, strict=False):
             block = place.tenancy
             if block.private_to not in (None, owner):
                 place.withheld = digest == 0 or digest != block.digest
             else:
                 place.withheld = digest not in (0, block.digest)
+            # Rows it was kept from once stay others', whatever digest the block is told to get when it is filled.
+            place.withheld = place.withheld or any(block is each for each in known)
         written = self._blocks_of(hit) * self.block_size
         if life is None:
             life = self.live[req_id] = Life(req_id, table, hit, hit, hit, written)
@@ -369,7 +276,7 @@ class DictionaryModel:
         )
         self.end_unsaved_step()
         for step in self.steps.values():
-            for req_id, saved in step.runs.items():
+            for req_id in step.runs:
                 self._owe_run(step, req_id, {req_id: 1})
         self.steps.clear()
         for req_id in list(self.live):
@@ -386,6 +293,9 @@ class DictionaryModel:
 
     def _blocks_of(self, num_tokens):
         return -(-num_tokens // self.block_size)
+
+    def _places(self, block_ids):
+        return [Place(block_id, self.blocks[block_id]) for block_id in block_ids]
 
     def _read(self, life, positions):
         places = {}

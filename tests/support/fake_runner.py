@@ -42,7 +42,9 @@ class FakeRunner:
         self.model = model or FakeModel()
         self.device = torch.device("cpu")
         table = SimpleNamespace(
-            block_size=BLOCK_SIZE, block_table=SimpleNamespace(np=np.zeros((MAX_REQS, MAX_LEN // BLOCK_SIZE), np.int32))
+            block_size=BLOCK_SIZE,
+            block_table=SimpleNamespace(np=np.zeros((MAX_REQS, MAX_LEN // BLOCK_SIZE), np.int32)),
+            num_blocks_per_row=np.zeros(MAX_REQS, np.int32),
         )
         self.input_batch = SimpleNamespace(
             req_ids=[],
@@ -102,11 +104,11 @@ class FakeRunner:
 
     def _update(self, scheduler_output):
         batch = self.input_batch
-        table = batch.block_table[0].block_table.np
+        table, lengths = batch.block_table[0].block_table.np, batch.block_table[0].num_blocks_per_row
         for req_id in scheduler_output.finished_req_ids & set(batch.req_ids):
             index = batch.req_ids.index(req_id)
             batch.req_ids.pop(index)
-            for array in (batch.num_computed_tokens_cpu, batch.token_ids_cpu, table):
+            for array in (batch.num_computed_tokens_cpu, batch.token_ids_cpu, table, lengths):
                 array[index:-1] = array[index + 1 :].copy()
         for new in scheduler_output.scheduled_new_reqs:
             index = len(batch.req_ids)
@@ -114,6 +116,7 @@ class FakeRunner:
             batch.token_ids_cpu[index, : len(new.prompt_token_ids)] = new.prompt_token_ids
             batch.num_computed_tokens_cpu[index] = new.num_computed_tokens
             table[index, : len(new.block_ids[0])] = new.block_ids[0]
+            lengths[index] = len(new.block_ids[0])
             self._num_tokens[new.req_id] = len(new.prompt_token_ids)
         cached = scheduler_output.scheduled_cached_reqs
         for req_id, blocks, computed in zip(
@@ -122,8 +125,9 @@ class FakeRunner:
             index = batch.req_ids.index(req_id)
             batch.num_computed_tokens_cpu[index] = computed
             if blocks:
-                held = -(-computed // BLOCK_SIZE)
+                held = lengths[index]
                 table[index, held : held + len(blocks[0])] = blocks[0]
+                lengths[index] += len(blocks[0])
 
 
 def scheduled(new=(), running=(), finished=()):

@@ -8,7 +8,7 @@ never asks what the cache holds: a hit may point at blocks whose rows were never
 from collections import deque
 from dataclasses import dataclass, field
 
-from dictionary_model import Run
+from dictionary_records import Run
 
 from omni_core.prefix_cache.events import BlockCopy, FilledBlock, RequestEvent, StepEvents
 from omni_core.prefix_cache.events import RequestEventKind as Kind
@@ -75,9 +75,10 @@ class SmallEngine:
         self.block_size = block_size
         self.num_blocks = num_blocks
         self.live = {}
-        self.donors = deque([], 6)
+        self.donors = deque(maxlen=6)
         """(table, tokens) of requests seen, to take hits from."""
         self.plan = Plan()
+        self._next_row = 1
 
     # -- what a step may hold; each returns at once if it cannot be done
 
@@ -173,8 +174,8 @@ class SmallEngine:
         """The forward never runs."""
         self.plan = Plan()
 
-    def forward(self, left_out, accepted, first_row):
-        """(runs in schedule order, sampled counts of those with drafts). Rows get numbers from `first_row` on.
+    def forward(self, left_out, accepted):
+        """(runs in schedule order, sampled counts of those with drafts). No two rows get the same number.
 
         `left_out`: a request that is aborted before the forward. `accepted`: how many drafts are, at most.
         """
@@ -184,8 +185,8 @@ class SmallEngine:
             if req_id == aborted:
                 continue
             request, length = planned.request, planned.last - planned.first
-            rows = list(range(first_row, first_row + length))
-            first_row += length
+            rows = list(range(self._next_row, self._next_row + length))
+            self._next_row += length
             runs.append(Run(req_id, planned.first, rows, planned.slots, planned.drafts))
             sampled = 1 + min(accepted, planned.drafts)
             valid = length - planned.drafts - 1 + sampled

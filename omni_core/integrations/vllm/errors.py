@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the vLLM integration says no: at start-up, never in the middle of a generation."""
+"""How the vLLM integration says no: at start-up; in the middle of a generation only where rows would be wrong."""
 
 from __future__ import annotations
 
@@ -18,6 +18,10 @@ class GateRefusedError(IntegrationError):
 
 class StageNotFoundError(IntegrationError):
     """The engine's worker is not in this process, or is not one of ours."""
+
+
+class RowsBeyondTableError(IntegrationError):
+    """A row was computed at a position for which its request has no KV block, so it has no slot."""
 
 
 class FlushTimeoutError(IntegrationError, TimeoutError):

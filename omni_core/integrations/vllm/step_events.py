@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The adapter: one scheduler output becomes immutable `StepEvents`, so that the core never sees a scheduler object.
 
-Facts of vLLM 0.32 it rests on (`v1/core/sched/output.py`, `v1/core/sched/scheduler.py`; tests/engine/test_real_scheduler.py
-pins them):
+Facts of vLLM 0.32 it rests on (`v1/core/sched/output.py` and `scheduler.py`; pinned by
+`tests/engine/test_real_scheduler.py`):
 
 - a new request brings its whole block table, one list per KV-cache group;
 - a running request brings the blocks to append, or `None`;

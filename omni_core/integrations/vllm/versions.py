@@ -15,7 +15,7 @@ from typing import Any, Protocol, cast
 import numpy as np
 import numpy.typing as npt
 
-from omni_core.integrations.vllm.errors import StageNotFoundError
+from omni_core.integrations.vllm.errors import RowsBeyondTableError, StageNotFoundError
 from omni_core.integrations.vllm.ledger import UNKNOWN_TOKEN_ID
 from omni_core.integrations.vllm.step_events import SchedulerOutput
 
@@ -127,6 +127,12 @@ def step_arrays(runner: Any, scheduler_output: SchedulerOutput, group_index: int
 
     Not earlier: only after `execute_model` are the batch's order and the counts of computed tokens those of this step.
     Everything is a copy, because the runner reuses its arrays.
+
+    A row of vLLM's table has room for `max_model_len` tokens (`KVCacheSpec.max_num_blocks_per_req`), and the scheduler
+    never computes beyond. Behind a request's own blocks the table holds zeros, which would pass for a slot.
+
+    Raises:
+        RowsBeyondTableError: a request has a row beyond its blocks; names both.
     """
     batch = runner.input_batch
     req_ids = tuple(batch.req_ids)
@@ -139,7 +145,16 @@ def step_arrays(runner: Any, scheduler_output: SchedulerOutput, group_index: int
     row = np.repeat(np.arange(num_reqs), scheduled)
     first = batch.num_computed_tokens_cpu[:num_reqs].astype(np.int64) - starts[:-1]
     positions = np.arange(starts[-1]) + first[row]
-    slots = table.block_table.np[row, positions // block_size].astype(np.int64) * block_size + positions % block_size
+    blocks = positions // block_size
+    beyond = blocks >= table.num_blocks_per_row[row]
+    if beyond.any():
+        first_beyond = int(beyond.argmax())
+        index = int(row[first_beyond])
+        raise RowsBeyondTableError(
+            f"request {req_ids[index]!r} has a row at position {int(positions[first_beyond])}, but its "
+            f"{int(table.num_blocks_per_row[index])} KV blocks of {block_size} tokens (group {group_index}) end before it"
+        )
+    slots = table.block_table.np[row, blocks].astype(np.int64) * block_size + positions % block_size
     token_ids = np.where(batch.is_token_ids[row, positions], batch.token_ids_cpu[row, positions], UNKNOWN_TOKEN_ID)
     return StepArrays(req_ids, starts, positions, slots, token_ids.astype(np.int64))
 

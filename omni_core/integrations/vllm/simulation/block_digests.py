@@ -43,9 +43,7 @@ def with_digests(events: StepEvents, live: Mapping[str, FollowedRequest], hashes
             for index in range(min(followed.digests_told, first_new), min(first_new, num_full))
         )
         followed.digests_told = num_full
-    requests = tuple(
-        event if event.kind in _ENDS else told.get(event.req_id, event) for event in events.requests
-    )
+    requests = tuple(event if event.kind in _ENDS else told.get(event.req_id, event) for event in events.requests)
     return StepEvents(requests, events.block_copies, tuple(filled))
 
 

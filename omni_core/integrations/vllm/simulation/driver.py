@@ -60,7 +60,7 @@ class VllmSchedulerDriver:
         self._in_step: dict[str, FollowedRequest] = {}
         """vLLM's output of the schedule that is neither complete nor lost, and the requests it computes."""
         self._unprocessed: tuple[Any, Any] | None = None
-        """Where scheduling runs ahead: an output and its tokens, which the scheduler will hear of one schedule later."""
+        """Where scheduling runs ahead: an output and its tokens, of which the scheduler hears one schedule later."""
         self._num_schedules = 0
         self._num_stalled = 0
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Builds vLLM's scheduler without a model: a configuration of a few lines, KV groups made by hand, nothing downloaded.
 
-Facts of vLLM 0.32: `Scheduler` reads `VllmConfig`, `KVCacheConfig` and two block sizes, which the engine core gets from
-`resolve_kv_cache_block_sizes` (`v1/core/kv_cache_utils.py`), and touches no device. Under the name `use_v2_model_runner`
-it holds which form its outputs have.
+Facts of vLLM 0.32: `Scheduler` reads `VllmConfig`, `KVCacheConfig` and two block sizes, which the engine core gets
+from `resolve_kv_cache_block_sizes` (`v1/core/kv_cache_utils.py`), and touches no device. Its `use_v2_model_runner`
+says which form its outputs have.
 """
 
 from __future__ import annotations

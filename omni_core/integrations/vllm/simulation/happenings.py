@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counts what a scheduler did, so that a workload in which something rare never happened cannot pass for a test of it."""
+"""Counts what a scheduler did: a workload in which something rare never happened is no test of it."""
 
 from __future__ import annotations
 
