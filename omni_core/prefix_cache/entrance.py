@@ -18,6 +18,7 @@ from omni_core.prefix_cache.errors import (
 from omni_core.prefix_cache.event_digest import EnteringRequest
 from omni_core.prefix_cache.events import RequestEventKind
 from omni_core.prefix_cache.owed import Positions
+from omni_core.prefix_cache.progress import UNKNOWN
 from omni_core.prefix_cache.reads import ReadRequest
 from omni_core.prefix_cache.refusals import RequestRefusals
 from omni_core.prefix_cache.requests import RequestTable
@@ -57,6 +58,34 @@ class RequestEntrance:
             return None
         self._requests.start(req_id, request.block_ids, request.hit, self._table.last_id, withheld)
         return self._read(request, np.arange(request.hit, dtype=np.int64))
+
+    def expire_drafts(self, req_id: str, entering: EnteringRequest | None = None) -> None:
+        """A request ends or enters right after a run with drafts: rows that may be of rejected ones are nobody's.
+
+        The block they lie in may be found later: the engine hashes a block when it schedules its last token, and that
+        run may never come. Call it before any tenancy of the step begins.
+        """
+        row = self._requests.row(req_id)
+        if row == UNKNOWN or not self._requests.progress.has_unsettled_drafts(row):
+            return
+        drafted = self._requests.progress.unsettled(row)
+        first = drafted.start
+        if entering is not None and entering.kind is not RequestEventKind.REPLACED:
+            first = max(first, entering.num_known_tokens - 1)
+        positions = np.arange(first, drafted.stop, dtype=np.int64)
+        if entering is not None and entering.kind is RequestEventKind.REPLACED:
+            # Rows that stay where they are, in the prefix it keeps, are of accepted drafts.
+            slots, _ = self._requests.slots(req_id, positions)
+            kept = positions < entering.hit
+            kept[kept] = entering.hit_slots[positions[kept]] == slots[kept]
+            positions = positions[~kept]
+        self.expire_rows(req_id, positions)
+
+    def expire_rows(self, req_id: str, positions: Positions) -> None:
+        """Rows at these positions of a live request are of content that is gone; those of later tenancies are not."""
+        if self._requests.row(req_id) != UNKNOWN:
+            slots = self._table.still_held(*self._requests.slots(req_id, positions))
+            self._table.expire(slots[slots >= 0])
 
     def _drop_version(self, req_id: str) -> None:
         serial = self._requests.serial(req_id)

@@ -68,7 +68,7 @@ class RequestNotInStepError(OmniPrefixCacheError):
 
 
 class DraftCountError(OmniPrefixCacheError, ValueError):
-    """A sampled count lies outside the request's rows of the step."""
+    """A sampled count cannot be: a run with d draft tokens samples 1 to 1 + d."""
 
 
 class DraftCountMissingError(OmniPrefixCacheError):

@@ -127,14 +127,17 @@ def _enter(event: RequestEvent, entering: dict[str, RequestEvent]) -> bool:
 
 
 def _copies(events: StepEvents, block_size: int) -> tuple[tuple[int, int, int], ...]:
-    """Of a block that a hit ends inside, only the rows of the hit are copied: the others are of other tokens."""
-    hit_rows = {
-        event.block_ids[event.num_computed_tokens // block_size]: event.num_computed_tokens % block_size
-        for event in events.requests
-        if event.num_computed_tokens > 0
-        and event.num_computed_tokens % block_size
-        and event.num_computed_tokens // block_size < len(event.block_ids)
-    }
+    """Of a block that enters a table now, only rows of the hit are copied: behind it are other tokens' rows."""
+    if not events.block_copies:
+        return ()
+    hit_rows: dict[int, int] = {}
+    for event in events.requests:
+        hit = 0 if event.kind is RequestEventKind.EXTENDED else max(0, event.num_computed_tokens)
+        whole, rest = divmod(hit, block_size)
+        outside = event.block_ids[whole:]
+        hit_rows.update(dict.fromkeys(outside, 0))
+        if rest and outside:
+            hit_rows[outside[0]] = rest
     return tuple(
         (
             copy.source_block_id,

@@ -17,7 +17,7 @@ class RequestEventKind(Enum):
     """Scheduled as new; `block_ids` is its whole table, `num_computed_tokens` its prefix hit. For an id that is live it
     means the same as RESUMED: vLLM's V2 runner announces resumed requests, and async-chunk continuations, this way."""
     EXTENDED = "extended"
-    """Got further blocks; `block_ids` are those appended."""
+    """Got further blocks; `block_ids` are those appended. Never in a step that also announces its whole table."""
     RESUMED = "resumed"
     """Came back after a preemption; `block_ids` is its whole new table, `num_computed_tokens` its fresh hit."""
     REPLACED = "replaced"
@@ -52,7 +52,10 @@ class RequestEvent:
 
 @dataclass(frozen=True, slots=True)
 class BlockCopy:
-    """The engine copies one KV block onto another before the forward of this step."""
+    """The engine copies one KV block onto another before the forward of this step.
+
+    Of a destination that enters a table in this step, only the rows inside the request's hit are kept.
+    """
 
     source_block_id: int
     destination_block_id: int

@@ -151,11 +151,14 @@ class OmniPrefixCacheManager:
                 raise CacheClosedError("register_policy: the cache is closed")
         memory = self._controller.allocate_deferred(policy)
         with self._state.lock:
-            unused = self._controller.defer(policy, memory)
+            closed = self._state.closing
+            unused = memory if closed else self._controller.defer(policy, memory)
             self._policy = policy
             self._classifier = OutputClassifier(self.config, policy)
         if unused is not None:
             unused.close()
+        if closed:
+            raise CacheClosedError("register_policy: the cache was closed meanwhile")
 
     # -- engine thread ------------------------------------------------------------------------------------------------
 
@@ -473,8 +476,6 @@ class OmniPrefixCacheManager:
         if self._closed:
             atexit.unregister(self.close)
         return self._closed
-
-    # -- events, with the state lock held -----------------------------------------------------------------------------
 
     # -- saving -------------------------------------------------------------------------------------------------------
 

@@ -50,7 +50,6 @@ class PoolWriter:
         self._runtime = runtime
         self._last_row = np.zeros(table.num_slots, np.int32)
         self.rows_rescued = 0
-        self.rows_written = 0
 
     def write(self, write_id: int, slots: npt.NDArray[np.int64], rows_by_key: Mapping[str, torch.Tensor]) -> None:
         """Write rows of several keys to the same slots, as write `write_id`.
@@ -104,7 +103,6 @@ class PoolWriter:
         self._runtime.checkpoint("committer.write")
         for key in keys:
             self._pool.scatter(key, slots, rows[key])
-            self.rows_written += len(slots)
         self._runtime.checkpoint("committer.written")
 
     def _flag_rescues(self, keys: tuple[str, ...], slots: npt.NDArray[np.int64]) -> list[_Rescue]:

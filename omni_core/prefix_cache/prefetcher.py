@@ -91,8 +91,8 @@ class Prefetcher:
             if not landed:
                 stuck = ", ".join(map(str, self._committer.open_tasks)) or "none"
                 raise JoinTimeoutError(
-                    f"read of {read.step_label}: write {batch.newest_id} did not land within "
-                    f"join_timeout_s={self._join_timeout_s}; writes under way: {stuck}"
+                    f"read of {read.step_label}: write {batch.newest_id} and deferred record {batch.newest_record_id} "
+                    f"did not both land within join_timeout_s={self._join_timeout_s}; writes under way: {stuck}"
                 )
             if read.ended or not self._state.usable:
                 return

@@ -94,6 +94,10 @@ class ProgressTable:
         """Whether the request's last run had drafts, and no later run says how many were accepted."""
         return bool(self._draft_floor[row] < self._computed[row])
 
+    def unsettled(self, row: int) -> range:
+        """Positions of the request's last run that were computed for drafts nobody has counted in a run or event."""
+        return range(int(self._draft_floor[row]), int(self._computed[row]))
+
     def settle_drafts(self, row: int, end: int) -> None:
         """Rows at or beyond `end` were computed for drafts that were rejected."""
         end = max(end, int(self._draft_floor[row]))
@@ -113,6 +117,12 @@ class ProgressTable:
             return None
         again: npt.NDArray[np.bool_] = positions < np.repeat(written, np.diff(starts))
         return again
+
+    def left_behind(self, rows: Rows, ends: Column) -> list[tuple[int, range]]:
+        """Indices of the batch's requests with rows of other content beyond their run's end, and the positions."""
+        written = self._written[rows]
+        (indices,) = (written > ends).nonzero()
+        return [(index, range(int(ends[index]), int(written[index]))) for index in indices.tolist()]
 
     def unexpected(self, rows: Rows, firsts: Column) -> npt.NDArray[np.int64]:
         """Indices of the batch's requests that are unknown, failed, or do not continue where they stopped.
@@ -154,6 +164,6 @@ class ProgressTable:
         else:
             self._promised[rows] = ends
         self._computed[rows] = ends
-        self._written[rows] = np.maximum(self._written[rows], ends)
+        self._written[rows] = ends
         self._draft_floor[rows] = draft_floors
         self._expect_nothing(UNKNOWN)

@@ -41,7 +41,8 @@ class SlotTable:
         self._digests: Digests = np.zeros(num_blocks, np.uint64)
         self._private_to: npt.NDArray[np.int64] = np.zeros(num_blocks, np.int64)
         self._any_digest = False
-        self._row_floor: WriteIds | None = None
+        self._row_floor: WriteIds = np.zeros(self.num_slots, np.int64)
+        self._any_expired = False
         self._pins: npt.NDArray[np.int32] = np.zeros(self.num_slots, np.int32)
         self._latest: dict[str, WriteIds] = {}
         self._stamp: dict[str, WriteIds] = {}
@@ -118,8 +119,7 @@ class SlotTable:
 
     def expire(self, slots: Slots) -> None:
         """What was written at these slots until now is of content that is gone: absent for later plans, every key."""
-        if self._row_floor is None:
-            self._row_floor = np.zeros(self.num_slots, np.int64)
+        self._any_expired = True
         self._row_floor[slots] = self.last_id
 
     def withheld(self, block_ids: Slots, digests: Digests, life: int) -> npt.NDArray[np.bool_]:
@@ -161,7 +161,7 @@ class SlotTable:
         """The write each row belongs to in its current tenancy, or `ABSENT`; -1 slots are absent."""
         ids = self._latest[key][slots]
         present = (ids > self._tenancy_floor[slots // self.block_size]) & (slots >= 0)
-        if self._row_floor is not None:
+        if self._any_expired:
             present &= ids > self._row_floor[slots]
         return np.where(present, ids, ABSENT)
 
@@ -193,7 +193,7 @@ class SlotTable:
     def present_rows(self) -> dict[str, int]:
         """How many rows of each key are present. Walks the tables; for `reset` and `stats` only."""
         floors: WriteIds = self._tenancy_floor[:, None]
-        if self._row_floor is not None:
+        if self._any_expired:
             floors = np.maximum(floors, self._row_floor.reshape(self.num_blocks, self.block_size))
         by_block = (self.num_blocks, self.block_size)
         return {key: int(np.count_nonzero(latest.reshape(by_block) > floors)) for key, latest in self._latest.items()}

@@ -197,7 +197,7 @@ class OpenSteps:
         if step_id in self._discarded:
             raise StepAlreadyDiscardedError(f"step {step_id} was already discarded; a step id is consumed exactly once")
         raise StepAlreadyMaterializedError(
-            f"step {step_id} was already materialized; a step id is consumed exactly once"
+            f"step {step_id} was already materialized (or discarded very long ago); a step id is consumed exactly once"
         )
 
     def consume(self, step_id: int, end: StepEnd) -> StepContext:

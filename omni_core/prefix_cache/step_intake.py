@@ -59,9 +59,12 @@ class StepIntake:
         """Apply a step's events: ends, tenancies, copies, then the reads of its prefix hits."""
         self.any_step_started = True
         for req_id in digest.ended:
+            self._entrance.expire_drafts(req_id)
             if self._deferred.keys:
                 self._deferred.force_ended(req_id, self._requests.row(req_id), self._requests.serial(req_id))
             self._requests.end(req_id)
+        for request in digest.entering:
+            self._entrance.expire_drafts(request.req_id, request)
         # The engine copies KV blocks in order and before the forward: a copy sees what its source held until now.
         for source, destination, num_rows in digest.copies:
             self._copy_block(source, destination, num_rows)
@@ -131,6 +134,8 @@ class StepIntake:
         rewritten = progress.rewritten(rows, starts, positions)
         if rewritten is not None:
             self._table.expire(slots[rewritten & (slots >= 0)])
+            for index, left in progress.left_behind(rows, ends):
+                self._entrance.expire_rows(layout.req_ids[index], np.arange(left.start, left.stop, dtype=np.int64))
         step_id = self._steps.next_id()
         task = WriteTask(f"write of step {step_id}", self._table.next_write_id(), slots)
         task.staged = record.stored

@@ -7,9 +7,10 @@ Dictionaries and sets of positions: no threads, no copies, no arithmetic shared 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from omni_core.prefix_cache.config import HIDDEN_KEY
-from omni_core.prefix_cache.events import BlockCopy, RequestEvent, RequestEventKind
+from omni_core.prefix_cache.events import BlockCopy, RequestEvent, RequestEventKind, StepEvents
 from omni_core.testing.engine_schedule import ScheduledRun, SimSchedule
 from omni_core.testing.ledger_records import (
     ContentRecord,
@@ -63,6 +64,7 @@ class EngineLedger:
         for event in events.requests:
             content = self._live.get(event.req_id)
             if event.kind in _ENDS and content is not None:
+                self._leave_drafts_unsettled(content, ())
                 content.standing = Standing.ENDED
                 del self._live[event.req_id]
         entering = [event for event in events.requests if event.kind not in (*_ENDS, RequestEventKind.EXTENDED)]
@@ -79,6 +81,7 @@ class EngineLedger:
             self._copy(copy, source, entering)
         for event in entering:
             self._mark_private(event)
+        self._take_digests(events)
         for copy, source in zip(events.block_copies, sources, strict=True):
             self._block(copy.destination_block_id).copied_from_private = (
                 source.private_to is not None or source.copied_from_private
@@ -104,6 +107,9 @@ class EngineLedger:
                 rows.update((key, StoredRow(digest, step.number)) for key in written)
         for run in step.runs:
             self._dues[step.step_id, run.req_id] = self._owe(step, run, frozenset(written))
+            content = self._live_content(run)
+            content.drafted = list(range(run.known_stop, run.stop))
+            content.block_ids = run.block_ids
 
     # -- what a step owes ---------------------------------------------------------------------------------------------
 
@@ -167,9 +173,17 @@ class EngineLedger:
         return facts
 
     def _may_withhold(self, content: ContentRecord, run: ScheduledRun, position: int) -> bool:
-        """Whether the cache cannot know that this row is right: another request, replaced since, kept its block."""
-        block = self._block(run.block_ids[position // self._block_size])
-        if block.copied_from_private:
+        """Whether the cache cannot know that this row is right.
+
+        It is not told so where another request, replaced since, kept the block; where the block was hashed in a
+        schedule that was taken back; and where drafts were never counted.
+        """
+        block_id = run.block_ids[position // self._block_size]
+        block = self._block(block_id)
+        if block.copied_from_private or (block_id in content.undigested and position < content.hit):
+            return True
+        hidden = self._rows_at(run, position).get(HIDDEN_KEY)
+        if hidden is not None and hidden.unsettled:
             return True
         owner = block.private_to
         return owner is not None and owner.life != content.life and not self._digests_told
@@ -184,12 +198,14 @@ class EngineLedger:
     def _enter(self, event: RequestEvent, run: ScheduledRun, number: int) -> None:
         content = self._live.get(event.req_id)
         if content is not None and event.kind is not RequestEventKind.REPLACED:
-            content.hit = event.num_computed_tokens
+            content.hit = max(content.hit, event.num_computed_tokens)
+            content.drafted = []
             return
         life, version = self._num_lives, 0
         if content is None:
             self._num_lives += 1
         else:
+            self._leave_drafts_unsettled(content, event.block_ids[: event.num_computed_tokens // self._block_size])
             content.standing, content.replaced_in = Standing.REPLACED, number
             life, version = content.life, content.version + 1
         content = ContentRecord(run.track, life, version, event.num_computed_tokens, digester_of(run.track))
@@ -204,6 +220,32 @@ class EngineLedger:
             block.private_to = self._live[event.req_id]
             block.stored = {offset: rows for offset, rows in block.stored.items() if offset < kept}
 
+    def _leave_drafts_unsettled(self, content: ContentRecord, kept: Sequence[int]) -> None:
+        """Nobody will say which drafts of a content's last run were accepted, but for those in blocks that are kept."""
+        for position in content.drafted:
+            block_id = content.block_ids[position // self._block_size]
+            if block_id not in kept:
+                rows = self._block(block_id).stored.get(position % self._block_size, {})
+                rows.update({key: replace(row, unsettled=True) for key, row in rows.items()})
+        content.drafted = []
+
+    def _take_digests(self, events: StepEvents) -> None:
+        """Which tenancies the cache has a digest of, and which blocks of a hit it has none of."""
+        if not self._digests_told:
+            return
+        for filled in events.filled_blocks:
+            self._block(filled.block_id).has_digest = True
+        entering = [event for event in events.requests if event.kind not in _ENDS]
+        for event in entering:
+            known = 0 if event.kind is RequestEventKind.EXTENDED else event.num_computed_tokens // self._block_size
+            for block_id, digest in zip(event.block_ids[known:], event.block_digests[known:], strict=True):
+                self._block(block_id).has_digest |= digest != 0
+        for event in entering:
+            hit = event.block_ids[: self._blocks_for(event.num_computed_tokens)]
+            if event.kind is not RequestEventKind.EXTENDED:
+                undigested = frozenset(block_id for block_id in hit if not self._block(block_id).has_digest)
+                self._live[event.req_id].undigested = undigested
+
     def _copy(self, copy: BlockCopy, source: LedgerBlock, entering: Sequence[RequestEvent]) -> None:
         valid = self._block_size
         for event in entering:
@@ -213,7 +255,7 @@ class EngineLedger:
         self._new_tenancies([copy.destination_block_id])
         destination = self._blocks[copy.destination_block_id]
         destination.stored = {
-            offset: {key: StoredRow(row.digest, row.step, copied=True) for key, row in rows.items()}
+            offset: {key: replace(row, copied=True) for key, row in rows.items()}
             for offset, rows in source.stored.items()
             if offset < valid
         }

@@ -20,6 +20,9 @@ class StoredRow:
     """Of the token prefix it was computed for."""
     step: int
     copied: bool = False
+    unsettled: bool = False
+    """Whether its request ended, or was replaced, before a run or an event said which of its drafts were accepted: this
+    row may be of a rejected one, as far as the cache was told."""
 
 
 @dataclass(slots=True)
@@ -33,6 +36,8 @@ class LedgerBlock:
     """Keys the tenant before stored, `None` if there was none."""
     private_to: ContentRecord | None = None
     """The content of a replaced request that kept the block in part, while others may find it under an old hash."""
+    has_digest: bool = False
+    """Whether the cache was told the digest of this tenancy."""
     copied_from_private: bool = False
     """Whether its rows came from such a block: no digest stands for what was copied."""
 
@@ -59,8 +64,14 @@ class ContentRecord:
     version: int
     """0 for what the request started with; one more with each replacement."""
     hit: int
-    """Positions its latest start, resumption or replacement said were computed."""
+    """Most positions that a start, resumption or replacement said were computed."""
     digester: PrefixDigester
+    undigested: frozenset[int] = frozenset()
+    """Blocks of its latest hit whose digest the cache was never told, though it is told others."""
+    drafted: list[int] = field(default_factory=list)
+    """Positions of its last run that were computed for drafts, until a run or an event says which were accepted."""
+    block_ids: tuple[int, ...] = ()
+    """Its table at its last run."""
     standing: Standing = Standing.LIVE
     replaced_in: int | None = None
     """Number of the schedule that announced its replacement."""

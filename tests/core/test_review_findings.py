@@ -2,11 +2,14 @@
 """Cases that reviewers of the cache found: each once gave a wrong row, a lost row, or something that stayed held."""
 
 import pytest
+import torch
 from cache_rig import more, new
 from row_values import assert_rows
 
-from omni_core.prefix_cache.errors import RequestEventError
+from omni_core.backend.observer import DeviceObserver
+from omni_core.prefix_cache.errors import CacheClosedError, RequestEventError
 from omni_core.prefix_cache.events import BlockCopy, RequestEvent, RequestEventKind, StepEvents
+from omni_core.prefix_cache.policy import ModelCachePolicy
 
 
 def test_a_block_copied_whole_has_the_digest_of_its_source(rig):
@@ -43,3 +46,32 @@ def test_a_request_whose_table_is_announced_whole_and_appended_to_at_once_is_ref
     taken = rig.run(more("A", 4, blocks=[3]), more("B", blocks=[6]))
     assert isinstance(taken.failed["A"], RequestEventError)
     assert_rows(taken["B"], ("B", 4, 5))
+
+
+@pytest.mark.parametrize("hit", [0, 4])
+def test_a_block_copied_onto_one_outside_the_hit_brings_no_rows_of_other_content(make_rig, hit):
+    rig = make_rig(keys={"codes": ((2,), torch.int64)}, policy=ModelCachePolicy(token_keys=frozenset({"codes"})))
+    rig.run(new("A", [1, 5], run=8))
+    blocks = [2] if hit == 0 else [1, 2]
+    rig.run(new("C", blocks, hit=hit, run=4), copies=[(5, 2)], keys=[])
+    taken = rig.run(new("D", [*blocks, 3], hit=hit + 4, run=1))
+    codes = taken["D"]["codes"]
+    assert torch.equal(codes[hit : hit + 4], torch.zeros((4, 2), dtype=torch.int64))
+    assert taken["D"].zero_ranges["codes"] == ((hit, hit + 4),)
+
+
+def test_memory_for_deferred_keys_is_given_back_if_the_cache_closes_while_it_is_allocated(make_rig):
+    class ClosesTheCache(DeviceObserver):
+        cache = None
+
+        def arena_wanted(self, nbytes):
+            if self.cache is not None:
+                self.cache.close()
+
+    observer = ClosesTheCache()
+    rig = make_rig(backend_options={"observer": observer})
+    observer.cache = rig.cache
+    with pytest.raises(CacheClosedError, match="register_policy"):
+        rig.cache.register_policy(ModelCachePolicy(deferred_keys=frozenset({"codes"})))
+    assert rig.backend.pinned_bytes == 0
+    assert rig.backend.device_bytes == 0

@@ -28,7 +28,7 @@ def test_a_row_beyond_the_blocks_is_an_error_that_names_request_position_and_blo
     )
     beyond = scheduled(running=[("a", BLOCK_SIZE, 1, [7]), ("b", BLOCK_SIZE, 1, None)])
     runner = runner_after(started, beyond)
-    with pytest.raises(RowsBeyondTableError, match=rf"'b' has a row at position {BLOCK_SIZE}, but its 1 KV blocks of"):
+    with pytest.raises(RowsBeyondTableError, match=rf"'b' has a row at position {BLOCK_SIZE}, but its 1 KV blocks"):
         step_arrays(runner, beyond, 0)
 
 

@@ -41,7 +41,13 @@ class DictionaryModel:
         self.end_unsaved_step()
         for event in events.requests:
             if event.kind in (Kind.FINISHED, Kind.ABORTED):
+                self._expire_drafts(event.req_id)
                 self._end(event.req_id)
+        for event in events.requests:
+            if event.kind in (Kind.STARTED, Kind.RESUMED, Kind.REPLACED) and (
+                event.block_ids or event.kind is not Kind.RESUMED
+            ):
+                self._expire_drafts(event.req_id, event)
         partly_hit = {}
         for event in events.requests:
             whole, rest = divmod(event.num_computed_tokens, self.block_size)
@@ -139,11 +145,17 @@ class DictionaryModel:
         stored = [key for key in keys if key != HIDDEN_KEY or self.stores_hidden]
         self.keys += [key for key in stored if key not in self.keys]
         for run in runs:
+            if run.req_id in self.live:
+                life = self.live[run.req_id]
+                for position, slot in enumerate(run.slots, run.first):
+                    if slot is not None and position < life.written:
+                        self.blocks[slot[0]].rows.pop(slot[1], None)
+                if run.first < life.written:
+                    self._expire(life, range(run.last, life.written))
+        for run in runs:
             for position, slot in enumerate(run.slots, run.first):
                 if slot is not None:
                     rows = self.blocks[slot[0]].rows.setdefault(slot[1], {})
-                    if run.req_id in self.live and position < self.live[run.req_id].written:
-                        rows.clear()
                     rows.update(dict.fromkeys(stored, run.rows[position - run.first]))
         written = {slot for run in runs for slot in run.slots}
         step = SavedStep(tuple(keys), tuple(self.keys), {}, {})
@@ -178,7 +190,7 @@ class DictionaryModel:
                 saved.life.next = saved.run.last
                 saved.life.promised = max(saved.life.promised, saved.run.last)
                 saved.life.draft_floor = saved.run.last - saved.run.drafts
-                saved.life.written = max(saved.life.written, saved.run.last)
+                saved.life.written = saved.run.last
         self.steps[step_id] = step
         self.counts["saved"] += 1
 
@@ -312,6 +324,32 @@ class DictionaryModel:
         for position in positions:
             place = read.places[position]
             read.rows[position] = {} if place is None else dict(self.blocks[place[0]].rows.get(place[1], {}))
+
+    def _expire(self, life, positions):
+        """What lies at these positions is of content that is gone; rows of later tenancies are not touched."""
+        for position in positions:
+            index, offset = divmod(position, self.block_size)
+            place = life.table[index] if index < len(life.table) else None
+            if place is not None and not place.withheld and self.blocks[place.block_id] is place.tenancy:
+                place.tenancy.rows.pop(offset, None)
+
+    def _expire_drafts(self, req_id, event=None):
+        """A request ends or enters right after a run with drafts: rows of rejected ones may lie in its blocks."""
+        life = self.live.get(req_id)
+        if life is None or life.draft_floor >= life.next:
+            return
+        positions = range(life.draft_floor, life.next)
+        if event is not None and event.kind is Kind.REPLACED:
+            kept = [
+                position
+                for position in positions
+                if position < event.num_computed_tokens
+                and life.table[position // self.block_size].block_id == event.block_ids[position // self.block_size]
+            ]
+            positions = [position for position in positions if position not in kept]
+        elif event is not None:
+            positions = [position for position in positions if position >= event.num_known_tokens - 1]
+        self._expire(life, positions)
 
     def _refuse(self, req_id, error):
         life = self.live.setdefault(req_id, Life(req_id, [], 0, 0, 0, 0))

@@ -152,7 +152,7 @@ def step_arrays(runner: Any, scheduler_output: SchedulerOutput, group_index: int
         index = int(row[first_beyond])
         raise RowsBeyondTableError(
             f"request {req_ids[index]!r} has a row at position {int(positions[first_beyond])}, but its "
-            f"{int(table.num_blocks_per_row[index])} KV blocks of {block_size} tokens (group {group_index}) end before it"
+            f"{int(table.num_blocks_per_row[index])} KV blocks of {block_size} tokens end before it; report this"
         )
     slots = table.block_table.np[row, blocks].astype(np.int64) * block_size + positions % block_size
     token_ids = np.where(batch.is_token_ids[row, positions], batch.token_ids_cpu[row, positions], UNKNOWN_TOKEN_ID)

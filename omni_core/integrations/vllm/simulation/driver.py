@@ -36,16 +36,21 @@ class VllmSchedulerDriver:
 
     `Preemption.RECOMPUTE_V2` gives outputs the form for vLLM's second model runner; the other values are alike here,
     because vLLM preempts when it must. `mishaps.preempted` is the chance that all running requests are preempted by a
-    reset of the prefix cache, `mishaps.taken_back` above 0 selects the priority policy, with random priorities.
+    reset of the prefix cache, `mishaps.taken_back` above 0 selects the priority policy.
 
     Args:
         config: limits; `num_blocks` counts the blocks of all KV groups.
         shape: further settings of vLLM's.
         propose_drafts: asked after each decode step if the configuration has drafts.
+        priority_of: for the priority policy; the lower, the sooner. Default: random.
     """
 
     def __init__(
-        self, config: SchedulerConfig, shape: VllmShape, propose_drafts: DraftProposer = lambda track: ()
+        self,
+        config: SchedulerConfig,
+        shape: VllmShape,
+        propose_drafts: DraftProposer = lambda track: (),
+        priority_of: Callable[[SimRequest], int] | None = None,
     ) -> None:
         self.config = config
         self.shape = shape
@@ -55,6 +60,7 @@ class VllmSchedulerDriver:
         self._make = RequestMaker(self._built.block_hasher)
         self._propose_drafts = propose_drafts
         self._rng = random.Random(f"vllm {config.mishaps.seed}")
+        self._priority_of = priority_of or (lambda request: self._rng.randint(0, 2))
         self._live: dict[str, FollowedRequest] = {}
         self._output: Any = None
         self._in_step: dict[str, FollowedRequest] = {}
@@ -97,7 +103,7 @@ class VllmSchedulerDriver:
                 f"request {request.req_id!r} of {num_tokens} tokens may need {needed} blocks; "
                 f"num_blocks={self.config.num_blocks}, max_model_len={self.shape.max_model_len}"
             )
-        priority = self._rng.randint(0, 2) if self.config.mishaps.taken_back else 0
+        priority = self._priority_of(request) if self.config.mishaps.taken_back else 0
         made = self._make.first(request, priority=priority)
         followed = FollowedRequest.of(made, request)
         followed.next_piece_at = self._num_schedules + self._rng.randint(0, self.config.mishaps.piece_delay)

@@ -54,13 +54,13 @@ class VllmShape:
             raise ValueError(f"max_draft_tokens={config.max_draft_tokens} with kv_groups={self.kv_groups}")
         if config.max_chunk_tokens is not None and config.max_chunk_tokens <= config.max_draft_tokens:
             raise ValueError(
-                f"max_chunk_tokens={config.max_chunk_tokens} with max_draft_tokens={config.max_draft_tokens}: vLLM 0.32 "
-                "cuts the placeholders of a request that has one token to compute, and then fails an assertion"
+                f"max_chunk_tokens={config.max_chunk_tokens} with max_draft_tokens={config.max_draft_tokens}: vLLM "
+                "0.32 cuts the placeholders of a request that has one token to compute, and then fails an assertion"
             )
         if self.async_scheduling and config.max_draft_tokens and config.mishaps.preempted:
             raise ValueError(
                 f"mishaps.preempted={config.mishaps.preempted} with max_draft_tokens={config.max_draft_tokens} and "
-                "async_scheduling=True: a reset throws away what a step in flight sampled, drafts it accepted included, "
+                "async_scheduling=True: a reset throws away what a step in flight sampled, accepted drafts included, "
                 "and the worker, which has delivered their rows, is not told"
             )
         if (self.match_unit is not None) is not mamba:
