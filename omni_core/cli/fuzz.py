@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from omni_core.cli.tables import JSON, add_format_argument, print_json, render_table
 from omni_core.testing.fault_plan import FaultKind
-from omni_core.testing.fuzz import FuzzFailure, FuzzPlan, FuzzReport, fuzz
+from omni_core.testing.fuzz import WORKLOADS_PER_SEED, FuzzFailure, FuzzPlan, FuzzReport, fuzz
 from omni_core.testing.fuzz_cases import FuzzCase, FuzzThreads, WorkloadRunner, run_case, run_simulated
 from omni_core.testing.row_kinds import RowKind
 
@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     # What the cache logs when a fault hits it is expected here.
     logging.getLogger(_LOGGER_OF_THE_CACHE).setLevel(logging.CRITICAL)
     if args.replay is not None:
-        report = FuzzReport(args.seed)
+        report = FuzzReport(args.replay.workload_seed // WORKLOADS_PER_SEED)
         report.add(run_case(args.replay, _runner(args.scheduler)))
     elif args.jobs > 1:
         report = _fuzz_in_processes(args)

@@ -20,7 +20,7 @@ from omni_core.testing.fuzz_cases import FuzzCase, FuzzOutcome, FuzzThreads, Wor
 from omni_core.testing.hazards import HazardError
 from omni_core.testing.row_kinds import RowKind
 
-_WORKLOADS_PER_SEED = 1_000_000
+WORKLOADS_PER_SEED = 1_000_000
 """Two fuzz seeds have no workload in common."""
 
 
@@ -41,7 +41,7 @@ class FuzzPlan:
 
     def cases(self) -> Iterator[FuzzCase]:
         """Every case, without end."""
-        first = self.seed * _WORKLOADS_PER_SEED + self.shard
+        first = self.seed * WORKLOADS_PER_SEED + self.shard
         for workload_seed in itertools.count(first, self.num_shards):
             for schedule in range(self.schedules + 1):
                 yield FuzzCase(workload_seed, schedule)

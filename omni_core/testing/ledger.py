@@ -81,11 +81,14 @@ class EngineLedger:
             self._copy(copy, source, entering)
         for event in entering:
             self._mark_private(event)
-        self._take_digests(events)
+        if self._digests_told:
+            self._take_digests(events)
         for copy, source in zip(events.block_copies, sources, strict=True):
             self._block(copy.destination_block_id).copied_from_private = (
                 source.private_to is not None or source.copied_from_private
             )
+        for event in entering:
+            self._mark_doubtful(event)
 
     def forward_ran(self, forward: Forward) -> None:
         """Let the tap keep every row the forward computed."""
@@ -178,15 +181,9 @@ class EngineLedger:
         It is not told so where another request, replaced since, kept the block; where the block was hashed in a
         schedule that was taken back; and where drafts were never counted.
         """
-        block_id = run.block_ids[position // self._block_size]
-        block = self._block(block_id)
-        if block.copied_from_private or (block_id in content.undigested and position < content.hit):
-            return True
+        block = self._block(run.block_ids[position // self._block_size])
         hidden = self._rows_at(run, position).get(HIDDEN_KEY)
-        if hidden is not None and hidden.unsettled:
-            return True
-        owner = block.private_to
-        return owner is not None and owner.life != content.life and not self._digests_told
+        return content.life in block.doubtful_for or (hidden is not None and hidden.unsettled)
 
     def _note_chunks(self, content: ContentRecord, run: ScheduledRun, *, entered: bool) -> None:
         prompt = run.track.request.num_prompt_tokens
@@ -230,21 +227,29 @@ class EngineLedger:
         content.drafted = []
 
     def _take_digests(self, events: StepEvents) -> None:
-        """Which tenancies the cache has a digest of, and which blocks of a hit it has none of."""
-        if not self._digests_told:
-            return
+        """Which tenancies the cache has a digest of."""
         for filled in events.filled_blocks:
             self._block(filled.block_id).has_digest = True
-        entering = [event for event in events.requests if event.kind not in _ENDS]
-        for event in entering:
+        for event in events.requests:
             known = 0 if event.kind is RequestEventKind.EXTENDED else event.num_computed_tokens // self._block_size
             for block_id, digest in zip(event.block_ids[known:], event.block_digests[known:], strict=True):
                 self._block(block_id).has_digest |= digest != 0
-        for event in entering:
-            hit = event.block_ids[: self._blocks_for(event.num_computed_tokens)]
-            if event.kind is not RequestEventKind.EXTENDED:
-                undigested = frozenset(block_id for block_id in hit if not self._block(block_id).has_digest)
-                self._live[event.req_id].undigested = undigested
+
+    def _mark_doubtful(self, event: RequestEvent) -> None:
+        """Of which blocks of a hit the cache cannot know that their rows are the request's, or knows the contrary."""
+        content, size = self._live[event.req_id], self._block_size
+        for index, block_id in enumerate(event.block_ids[: self._blocks_for(event.num_computed_tokens)]):
+            block = self._block(block_id)
+            span = range(index * size, min((index + 1) * size, event.num_computed_tokens))
+            others = any(
+                HIDDEN_KEY in (rows := block.stored.get(position % size, {})) and rows[HIDDEN_KEY].digest != digest
+                for position, digest in zip(span, content.digests(span), strict=True)
+            )
+            owner = block.private_to
+            foreign = owner is not None and owner.life != content.life
+            unknown = not block.has_digest if self._digests_told else foreign
+            if others or unknown or block.copied_from_private:
+                block.doubtful_for.add(content.life)
 
     def _copy(self, copy: BlockCopy, source: LedgerBlock, entering: Sequence[RequestEvent]) -> None:
         valid = self._block_size

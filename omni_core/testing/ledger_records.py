@@ -40,6 +40,9 @@ class LedgerBlock:
     """Whether the cache was told the digest of this tenancy."""
     copied_from_private: bool = False
     """Whether its rows came from such a block: no digest stands for what was copied."""
+    doubtful_for: set[int] = field(default_factory=set)
+    """Lives that hit it while the cache could not know whether its rows are theirs, or knew that they are not. It may
+    keep what is right among them from these lives as long as the tenancy lasts."""
 
     def keys(self) -> frozenset[str]:
         """Every key with a row here."""
@@ -66,8 +69,6 @@ class ContentRecord:
     hit: int
     """Most positions that a start, resumption or replacement said were computed."""
     digester: PrefixDigester
-    undigested: frozenset[int] = frozenset()
-    """Blocks of its latest hit whose digest the cache was never told, though it is told others."""
     drafted: list[int] = field(default_factory=list)
     """Positions of its last run that were computed for drafts, until a run or an event says which were accepted."""
     block_ids: tuple[int, ...] = ()

@@ -75,6 +75,8 @@ class Workloads:
 
 Detector = Tests | Workloads
 WORKLOADS = Workloads()
+WORKLOAD = "workload::"
+"""Begins the name of a workload that failed, as a file's path begins a test's."""
 
 
 def files(*paths: str, only: str = "") -> Tests:

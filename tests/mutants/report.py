@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from mutants.model import Mutant
+from mutants.model import WORKLOAD, Mutant
 from mutants.trial import Outcome, Result
 
 PAGE = "docs/mutants.md"
@@ -99,6 +99,8 @@ def _files_of(mutant: Mutant) -> str:
 
 def _catcher(result: Result) -> str:
     where = result.caught_by.removeprefix("tests/")
+    if where.startswith(WORKLOAD):
+        return f"random workload, {where.removeprefix(WORKLOAD)}: {_short(result.evidence, 100)}"
     return f"`{where}`" + ("" if "::" in where else f": {_short(result.evidence, 80)}")
 
 

@@ -3,6 +3,7 @@
 
 import sys
 
+from mutants.model import WORKLOAD
 from omni_core.testing.hazards import HazardError
 from omni_core.testing.seeded_runtime import SeededRuntime
 from omni_core.testing.watched_workload import run_watched_workload
@@ -28,7 +29,7 @@ def main(num_seeds: int) -> int:
                 with SeededRuntime(seed, stall_limit_s=STALL_LIMIT_S) as runtime:
                     run_watched_workload(seed, draw(seed), runtime)
             except Exception as error:
-                print(f"FAILED workload::{manner} {seed} - {type(error).__name__}: {gist(error)}")
+                print(f"FAILED {WORKLOAD}{manner}, seed {seed} - {type(error).__name__}: {gist(error)}")
                 return 1
     return 0
 

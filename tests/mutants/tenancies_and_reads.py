@@ -107,16 +107,17 @@ TENANCIES_AND_READS = (
     ),
     Mutant(
         "reads-planned-before-tenancies",
-        "a hit is looked up before another request of the same step took the block over",
+        "a hit is looked up before the request that fills its block in the same step has taken the block over",
         (
             Edit(
                 CORE + "step_intake.py",
                 """\
         self._table.start_tenancies(digest.fresh_blocks)
-        self._table.set_digests(digest.known_blocks, digest.known_digests)
 """,
                 """\
-        self._table.set_digests(digest.known_blocks, digest.known_digests)
+        hits = [request.hit_slots // self._table.block_size for request in digest.entering]
+        late = np.isin(digest.fresh_blocks, np.concatenate([digest.fresh_blocks[:0], *hits]))
+        self._table.start_tenancies(digest.fresh_blocks[~late])
 """,
             ),
             Edit(
@@ -126,13 +127,13 @@ TENANCIES_AND_READS = (
 """,
                 """\
         self._started_reads = [self._planner.plan("the step under way", reads)] if reads else []
-        self._table.start_tenancies(digest.fresh_blocks)
+        self._table.start_tenancies(digest.fresh_blocks[late])
 """,
             ),
         ),
-        (HITS, READS, ENGINE),
+        (HITS, ENGINE, WORKLOADS),
         listed_as="event order instead of tenancy first",
-        note="the worst order: every tenancy of the step begins after its hits were looked up",
+        note="the order in which the hit comes before the request that it hits",
     ),
     bug(
         "pins-kept-at-discard",
