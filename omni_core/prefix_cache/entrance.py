@@ -109,6 +109,8 @@ class RequestEntrance:
             progress.settle_drafts(row, request.num_known_tokens - 1)
         promised = self._requests.promised_upto(req_id)
         self._requests.resume(req_id, request.block_ids, hit, self._table.last_id, withheld)
+        # Rows of its new hit must not wait for a delivery, even if the step that reads them is lost.
+        self._requests.missing.delivered((req_id,))
         if hit <= promised or self._requests.error(req_id) is not None:
             return None
         positions = np.arange(promised, hit, dtype=np.int64)

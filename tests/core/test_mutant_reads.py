@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A row that was planned again belongs to its new plan: what was gathered for the old one settles nothing."""
+"""What a step's plan may not see: rows of a tenant that is gone, and rows gathered for the plan before it."""
 
 import dataclasses
 
+import pytest
 from cache_rig import new
 from row_values import assert_rows
+
+from omni_core.prefix_cache.errors import HitRowsAbsentError
+from omni_core.prefix_cache.events import RequestEvent, RequestEventKind
 
 
 def onto_block(rig, block):
@@ -30,3 +34,15 @@ def test_a_gather_from_before_the_save_leaves_rows_planned_again_to_be_set_aside
             rig.run(new("E", [1]), finish=["A"])
             rig.cache.flush()
     assert_rows(rig.take(hit, "C")["C"], ("B", 0, 4), ("C", 4, 8))
+
+
+@pytest.mark.parametrize("order", [1, -1], ids=["taken over first", "hit first"])
+def test_a_hit_on_a_block_taken_over_in_the_same_step_and_never_filled_is_absent(rig, order):
+    rig.run(new("A", [1]))
+    events = [
+        RequestEvent(RequestEventKind.STARTED, "B", (1,), 0, 4),
+        RequestEvent(RequestEventKind.STARTED, "D", (1, 2), 4, 4),
+    ]
+    # B is aborted before the forward, its block already published.
+    rig.begin_as([RequestEvent(RequestEventKind.FINISHED, "A"), *events[::order]], new("D", [1, 2], hit=4))
+    assert isinstance(rig.take(rig.save(), "D").failed["D"], HitRowsAbsentError)

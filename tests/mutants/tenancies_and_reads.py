@@ -131,7 +131,7 @@ TENANCIES_AND_READS = (
 """,
             ),
         ),
-        (HITS, ENGINE, WORKLOADS),
+        (READS, ENGINE, WORKLOADS),
         listed_as="event order instead of tenancy first",
         note="the order in which the hit comes before the request that it hits",
     ),

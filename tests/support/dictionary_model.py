@@ -129,8 +129,9 @@ class DictionaryModel:
                 return
             if life.draft_floor < life.next:
                 life.promised = min(life.promised, max(event.num_known_tokens - 1, life.draft_floor))
+            life.backs_off = False
             wanted = range(life.promised, hit)
-            if wanted and not life.backs_off:
+            if wanted:
                 wanted = sorted({p for p in life.missing if p < life.promised} | set(wanted))
                 life.missing -= set(wanted)
             life.table, life.next, life.draft_floor, life.written = table, hit, hit, written
