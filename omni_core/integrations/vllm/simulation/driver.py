@@ -63,8 +63,9 @@ class VllmSchedulerDriver:
         self._priority_of = priority_of or (lambda request: self._rng.randint(0, 2))
         self._live: dict[str, FollowedRequest] = {}
         self._output: Any = None
+        """vLLM's output of the schedule that is neither complete nor lost."""
         self._in_step: dict[str, FollowedRequest] = {}
-        """vLLM's output of the schedule that is neither complete nor lost, and the requests it computes."""
+        """The requests it computes, in its order."""
         self._unprocessed: tuple[Any, Any] | None = None
         """Where scheduling runs ahead: an output and its tokens, of which the scheduler hears one schedule later."""
         self._num_schedules = 0

@@ -36,6 +36,8 @@ class FollowedRequest:
     """The same, at its most since the request began."""
     num_known: int = 0
     """Tokens the worker knows of it. Beyond what the scheduler knows, while scheduling runs ahead."""
+    num_preemptions: int = 0
+    """How often it had been preempted when it was announced last."""
     digests_told: int = 0
     """Leading blocks whose digest the cache has heard of, or holds as unknown."""
 
@@ -58,6 +60,7 @@ class FollowedRequest:
         self.block_ids = list(block_ids)
         self.num_computed = num_computed
         self.num_known = self.request.num_tokens
+        self.num_preemptions = self.request.num_preemptions
         while self.pieces and len(self.track.token_ids) < self.num_known:
             self.track.token_ids.extend(self.pieces.popleft())
         known = list(self.request.all_token_ids)

@@ -46,7 +46,6 @@ class HappeningCounter:
     def __init__(self, block_size: int) -> None:
         self.counts: Counter[Happening] = Counter()
         self._block_size = block_size
-        self._preemptions_seen: dict[int, int] = {}
         self._tables_of_ended: dict[str, frozenset[int]] = {}
 
     def entered(self, followed: FollowedRequest, hit: int, *, told_as_new: bool) -> None:
@@ -55,9 +54,7 @@ class HappeningCounter:
             self.counts[Happening.HITS_INSIDE_A_BLOCK] += 1
         if not followed.block_ids:
             return
-        seen = self._preemptions_seen.get(id(followed.request), 0)
-        self._preemptions_seen[id(followed.request)] = followed.request.num_preemptions
-        if followed.request.num_preemptions == seen:
+        if followed.request.num_preemptions == followed.num_preemptions:
             self.counts[Happening.CONTINUED] += 1
             return
         self.counts[Happening.RESUMED_AS_NEW] += told_as_new
