@@ -43,10 +43,10 @@ class Cost:
 NEW_STEP_STARTS = Cost(torch_ops=0, locks=1, python_calls=10, c_calls=1)
 SAVE_OUTPUTS = Cost(torch_ops=2, locks=3, python_calls=136, c_calls=60)
 # One request ends, another brings its whole prompt; the views of the staging page are new.
-NEW_STEP_STARTS_OF_A_PREFILL = Cost(torch_ops=0, locks=1, python_calls=48, c_calls=42)
+NEW_STEP_STARTS_OF_A_PREFILL = Cost(torch_ops=0, locks=1, python_calls=52, c_calls=46)
 SAVE_OUTPUTS_OF_A_PREFILL = Cost(torch_ops=8, locks=3, python_calls=153, c_calls=95)
 # One request ends, another hits stored rows and computes one.
-NEW_STEP_STARTS_WITH_A_HIT = Cost(torch_ops=0, locks=1, python_calls=74, c_calls=65)
+NEW_STEP_STARTS_WITH_A_HIT = Cost(torch_ops=0, locks=1, python_calls=78, c_calls=69)
 SAVE_OUTPUTS_WITH_A_HIT = Cost(torch_ops=2, locks=3, python_calls=145, c_calls=70)
 # On the consumer's thread. The rows of all requests are split by one operation per key; a request costs what describes
 # its rows.

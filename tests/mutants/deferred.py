@@ -157,7 +157,7 @@ DEFERRED_ROWS = (
         self._stream.wait(record.cloned)
 """,
         "",
-        DEFERRED,
+        ORDER,
         listed_as="copy stream not waiting for the producer",
     ),
     bug(
