@@ -41,7 +41,7 @@ test: setup lint
 
 test-fast:
 	@$(SETUP) core
-	$(PYTEST) -m "not engine and not packaging and not slow"
+	$(PYTEST) --numprocesses 2 --dist loadfile -m "not engine and not packaging and not slow"
 
 test-engine:
 	@$(SETUP) core engine

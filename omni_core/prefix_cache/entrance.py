@@ -45,8 +45,10 @@ class RequestEntrance:
         req_id = request.req_id
         known_withheld = self._requests.withheld_blocks(req_id) if req_id in self._requests else {}
         withheld = self._withheld(request, known_withheld)
-        if request.kind is RequestEventKind.REPLACED and req_id in self._requests:
-            self._drop_version(req_id)
+        if request.kind is RequestEventKind.REPLACED:
+            self._expire_rest(request)
+            if req_id in self._requests:
+                self._drop_version(req_id)
         if req_id in self._requests:
             return self._resume(request, withheld)
         if request.kind is RequestEventKind.RESUMED:
@@ -58,6 +60,13 @@ class RequestEntrance:
             return None
         self._requests.start(req_id, request.block_ids, request.hit, self._table.last_id, withheld)
         return self._read(request, np.arange(request.hit, dtype=np.int64))
+
+    def _expire_rest(self, request: EnteringRequest) -> None:
+        """What lies behind the kept prefix in its last block is of the old content, even if the new never comes."""
+        size = self._table.block_size
+        if request.hit % size:
+            first = int(request.hit_slots[-1]) + 1
+            self._table.expire(np.arange(first, -(-first // size) * size, dtype=np.int64))
 
     def expire_drafts(self, req_id: str, entering: EnteringRequest | None = None) -> None:
         """A request ends or enters right after a run with drafts: rows that may be of rejected ones are nobody's.

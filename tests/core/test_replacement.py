@@ -132,3 +132,16 @@ def test_digests_that_do_not_fit_the_block_list_fail_the_request_alone(rig):
     taken = rig.take(rig.save())
     assert "2 blocks and 1 block_digests" in str(taken.failed["A"])
     assert_rows(taken["B"], ("B", 0, 4))
+
+
+def test_the_old_contents_rows_behind_the_kept_prefix_are_gone_although_the_new_ones_never_came(rig):
+    """The engine publishes the block under its new hash when it schedules the rows, and their forward is lost."""
+    rig.run(new("A", [1, 2], run=8))
+    event = RequestEvent(RequestEventKind.REPLACED, "A", (1,), 3, 1, block_digests=(77,))
+    rig.begin_as([event], replaced("A", [1], hit=3, run=1, content="A2"))
+    rig.begin(abort=["A"])
+    told = RequestEvent(RequestEventKind.STARTED, "D", (1, 8), 4, 1, block_digests=(77, 0))
+    rig.begin_as([told], new("D", [1, 8], hit=4, run=1))
+    failed = rig.take(rig.save()).failed["D"]
+    assert isinstance(failed, HitRowsAbsentError)
+    assert "[(3, 4)]" in str(failed)
