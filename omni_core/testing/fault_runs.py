@@ -91,8 +91,9 @@ class _FaultRun:
         sticky = self._check_stickiness(manager, error)
         self._injector.armed = False
         self._reset(manager)
-        manager.take_partial_requests()  # of requests the reset ended, whose ids the next run uses again
         self._require_nothing_held(manager)
+        # Of requests the reset ended, also by steps it took from a builder in the middle of them: the ids come again.
+        manager.take_partial_requests()
         after = self._run_workload(self._seed + 1)
         manager.flush()
         self._require_nothing_held(manager)
