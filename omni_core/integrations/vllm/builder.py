@@ -77,7 +77,8 @@ class _Step:
 class _EndOpenRequests:
     end: RequestEnd
     reason: str | None
-    keep: frozenset[str]
+    keep: frozenset[str] | None
+    """Requests that go on; `None`: all of them."""
 
 
 @dataclass(slots=True)
@@ -184,8 +185,8 @@ class StageBuilder:
         """Every request not ended fails with `reason`, after the steps submitted before. Returns at once."""
         self._enqueue(_EndOpenRequests(RequestEnd.FAILED, reason, frozenset()))
 
-    def flush(self, timeout_s: float, still_running: Collection[str] = ()) -> None:
-        """Deliver every step submitted before, and end every request that is not `still_running`.
+    def flush(self, timeout_s: float, still_running: Collection[str] | None = ()) -> None:
+        """Deliver every step submitted before, and end every request that is not `still_running`; `None` ends none.
 
         Needed because the engine's news of an end comes with its next step, and after the last request there is none.
         Rows of a request that was ended here and goes on nevertheless are dropped and reported as its failure.
@@ -193,7 +194,8 @@ class StageBuilder:
         Raises:
             FlushTimeoutError: not done within `timeout_s`; nothing is lost and the call may be repeated.
         """
-        self._enqueue(_EndOpenRequests(RequestEnd.FLUSHED, None, frozenset(still_running)))
+        keep = None if still_running is None else frozenset(still_running)
+        self._enqueue(_EndOpenRequests(RequestEnd.FLUSHED, None, keep))
         with self._lock:
             target = self._items_queued
             if not self._changed.wait_for(lambda: self._items_done >= target, timeout_s):
@@ -287,7 +289,7 @@ class StageBuilder:
                 self._counters.steps_given_up += 1
             else:
                 self._deliver(item.step)
-        else:
+        elif item.keep is not None:
             for req_id in [one for one in self._ledgers if one not in item.keep]:
                 self._end(req_id, item.end, item.reason)
 
