@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+
+FULL_ATTENTION_KINDS = frozenset({"full_attention", "mla_attention"})
+"""Kinds of KV-cache groups whose block table names the blocks of all tokens (vLLM: `FullAttentionManager`)."""
 
 
 class GateStatus(Enum):
@@ -34,13 +37,17 @@ class StageFacts:
     attention_group_kinds: tuple[str, ...] = ("full_attention",)
     """Kind of each KV-cache group, such as `full_attention`, `sliding_window`, `mamba`."""
     num_speculative_tokens: int = 0
+    async_scheduling: bool = False
+    """Whether a step is scheduled before the one before it has been sampled."""
     scheduling_policy: str = "fcfs"
     decode_context_parallel_size: int = 1
     prefill_context_parallel_size: int = 1
-    scheduler_block_size: int | None = None
-    """vLLM's `cache_config.block_size`."""
+    prefix_replay_tokens: int = 0
+    """Tokens of a hit that the engine computes again (vLLM: `KVCacheSpec.prefix_replay_tokens`, the largest)."""
+    allocator_block_size: int | None = None
+    """Tokens per block of the mirrored group, as the scheduler gives them out."""
     block_table_block_size: int | None = None
-    """Tokens per entry of the runner's block table."""
+    """Tokens per entry of the runner's block table; may be smaller than the allocator's."""
     kv_sharing_fast_prefill: bool = False
     """vLLM's `cache_config.kv_sharing_fast_prefill`: layers that share KV skip prompt tokens."""
     engine_version: str | None = None
@@ -67,9 +74,17 @@ class GateRule:
     reason: Callable[[StageFacts], str]
 
 
-def _effective_block_sizes_differ(facts: StageFacts) -> bool:
-    sizes = {s for s in (facts.scheduler_block_size, facts.block_table_block_size) if s is not None}
-    return len(sizes) > 1
+def full_attention_group(attention_group_kinds: Sequence[str]) -> int | None:
+    """Index of the KV-cache group a cache mirrors: the first in which a hit names all of a request's blocks. Pure.
+
+    Groups of other kinds name the null block for tokens outside their window, or keep one state per block.
+    """
+    return next((index for index, kind in enumerate(attention_group_kinds) if kind in FULL_ATTENTION_KINDS), None)
+
+
+def _block_sizes_do_not_fit(facts: StageFacts) -> bool:
+    allocator, table = facts.allocator_block_size, facts.block_table_block_size
+    return allocator is not None and table is not None and allocator % table != 0
 
 
 GATE_RULES: tuple[GateRule, ...] = (
@@ -122,12 +137,12 @@ GATE_RULES: tuple[GateRule, ...] = (
         ),
     ),
     GateRule(
-        "speculation",
+        "async_speculation",
         GateStatus.REFUSED,
-        lambda f: f.num_speculative_tokens > 0,
+        lambda f: f.async_scheduling and f.num_speculative_tokens > 0,
         lambda f: (
-            f"num_speculative_tokens={f.num_speculative_tokens}: this version's worker does not tell the cache how "
-            "many drafts were accepted; remove speculative_config"
+            f"num_speculative_tokens={f.num_speculative_tokens} with async_scheduling: the worker learns too late "
+            "which drafts were accepted; turn async_scheduling off or remove speculative_config"
         ),
     ),
     GateRule(
@@ -151,28 +166,28 @@ GATE_RULES: tuple[GateRule, ...] = (
     GateRule(
         "no_full_attention",
         GateStatus.REFUSED,
-        lambda f: "full_attention" not in f.attention_group_kinds,
+        lambda f: full_attention_group(f.attention_group_kinds) is None,
         lambda f: (
-            f"KV groups {list(f.attention_group_kinds)}: this version mirrors a full-attention group, in "
-            "which a hit names all its blocks; turn the cache off for this model"
+            f"KV groups {list(f.attention_group_kinds)}: none keeps the blocks of every token, so a hit does not say "
+            "where its rows are; turn the cache off for this model"
         ),
     ),
     GateRule(
-        "hybrid_groups",
+        "prefix_replay",
         GateStatus.REFUSED,
-        lambda f: len(f.attention_group_kinds) > 1,
+        lambda f: f.prefix_replay_tokens > 0,
         lambda f: (
-            f"KV groups {list(f.attention_group_kinds)}: hybrid models are not mirrored by this version; "
-            "turn the cache off for this model"
+            f"prefix_replay_tokens={f.prefix_replay_tokens}: the engine computes the end of a hit again and its rows "
+            "would have two sources; turn the cache off for this model"
         ),
     ),
     GateRule(
         "block_size",
         GateStatus.REFUSED,
-        _effective_block_sizes_differ,
+        _block_sizes_do_not_fit,
         lambda f: (
-            f"the scheduler's block_size={f.scheduler_block_size} disagrees with the block table's "
-            f"{f.block_table_block_size}; pass a block_size that the attention backend uses as it is"
+            f"blocks of {f.allocator_block_size} tokens are not whole numbers of the block table's "
+            f"{f.block_table_block_size}; pass a block_size that is a multiple of what the attention backend uses"
         ),
     ),
 )
@@ -188,4 +203,4 @@ def stage_prefix_cache_config(facts: StageFacts) -> GateDecision:
     for rule in GATE_RULES:
         if rule.applies(facts):
             return GateDecision(rule.status, rule.name, rule.reason(facts))
-    return GateDecision(GateStatus.SUPPORTED, "supported", "one full-attention group, prefix caching on, output rank")
+    return GateDecision(GateStatus.SUPPORTED, "supported", "a full-attention group, prefix caching on, output rank")

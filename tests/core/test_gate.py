@@ -6,9 +6,15 @@ import re
 
 import pytest
 
-from omni_core.prefix_cache.gate import GATE_RULES, GateStatus, StageFacts, stage_prefix_cache_config
+from omni_core.prefix_cache.gate import (
+    GATE_RULES,
+    GateStatus,
+    StageFacts,
+    full_attention_group,
+    stage_prefix_cache_config,
+)
 
-PLAIN = StageFacts(enabled=True, engine_version="0.32.0", scheduler_block_size=16, block_table_block_size=16)
+PLAIN = StageFacts(enabled=True, engine_version="0.32.0", allocator_block_size=16, block_table_block_size=16)
 
 CASES = {
     "not_enabled": ({"enabled": False}, GateStatus.IGNORED, "enabled=true"),
@@ -26,16 +32,20 @@ CASES = {
         GateStatus.REFUSED,
         r"decode 2, prefill 4",
     ),
-    "speculation": ({"num_speculative_tokens": 1}, GateStatus.REFUSED, "num_speculative_tokens=1"),
+    "async_speculation": (
+        {"num_speculative_tokens": 1, "async_scheduling": True},
+        GateStatus.REFUSED,
+        "num_speculative_tokens=1 with async_scheduling.*turn async_scheduling off",
+    ),
     "priority_scheduling": ({"scheduling_policy": "priority"}, GateStatus.REFUSED, "'priority'.*use 'fcfs'"),
     "fast_prefill": ({"kv_sharing_fast_prefill": True}, GateStatus.REFUSED, "turn kv_sharing_fast_prefill off"),
-    "no_full_attention": ({"attention_group_kinds": ("mamba",)}, GateStatus.REFUSED, "mamba"),
-    "hybrid_groups": (
-        {"attention_group_kinds": ("full_attention", "sliding_window")},
+    "no_full_attention": (
+        {"attention_group_kinds": ("mamba", "sliding_window")},
         GateStatus.REFUSED,
-        "full_attention.*sliding_window",
+        "mamba.*sliding_window.*turn the cache off",
     ),
-    "block_size": ({"block_table_block_size": 128}, GateStatus.REFUSED, "block_size=16 .*128"),
+    "prefix_replay": ({"prefix_replay_tokens": 1024}, GateStatus.REFUSED, "prefix_replay_tokens=1024"),
+    "block_size": ({"block_table_block_size": 12}, GateStatus.REFUSED, "blocks of 16 tokens.*12; pass a block_size"),
 }
 
 
@@ -64,12 +74,41 @@ def test_a_stage_that_did_not_ask_is_never_refused(rule):
 
 
 @pytest.mark.parametrize("quiet", ["pooling", "not_output_rank", "prefix_caching_off"])
-@pytest.mark.parametrize("loud", ["kv_consumer", "speculation", "priority_scheduling", "hybrid_groups", "block_size"])
+@pytest.mark.parametrize(
+    "loud", ["kv_consumer", "async_speculation", "priority_scheduling", "no_full_attention", "block_size"]
+)
 def test_a_rank_or_stage_without_use_for_a_cache_is_never_refused_one(quiet, loud):
     decision = stage_prefix_cache_config(dataclasses.replace(PLAIN, **CASES[quiet][0] | CASES[loud][0]))
     assert (decision.status, decision.rule) == (GateStatus.IGNORED, quiet)
 
 
-@pytest.mark.parametrize("facts", [{}, {"kv_role": "kv_producer"}, {"scheduler_block_size": None}])
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {},
+        {"kv_role": "kv_producer"},
+        {"allocator_block_size": None},
+        {"num_speculative_tokens": 3},
+        {"async_scheduling": True},
+        {"attention_group_kinds": ("sliding_window", "mamba", "full_attention")},
+        {"attention_group_kinds": ("mla_attention",)},
+        {"block_table_block_size": 4},
+    ],
+)
 def test_what_does_no_harm_is_supported(facts):
     assert stage_prefix_cache_config(dataclasses.replace(PLAIN, **facts)).status is GateStatus.SUPPORTED
+
+
+@pytest.mark.parametrize(
+    ("kinds", "index"),
+    [
+        (("full_attention",), 0),
+        (("sliding_window", "sliding_window", "full_attention"), 2),
+        (("mamba", "mla_attention", "full_attention"), 1),
+        (("sliding_window",), None),
+        (("sink_full_attention", "chunked_local_attention", "unknown"), None),
+        ((), None),
+    ],
+)
+def test_the_group_to_mirror_is_the_first_that_keeps_every_tokens_block(kinds, index):
+    assert full_attention_group(kinds) == index

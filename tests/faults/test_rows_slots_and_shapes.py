@@ -15,7 +15,7 @@ from omni_core.prefix_cache.errors import (
     UnknownKeyError,
 )
 from omni_core.prefix_cache.events import StepLayout
-from omni_core.prefix_cache.gate import GateStatus, StageFacts, stage_prefix_cache_config
+from omni_core.prefix_cache.gate import GateStatus, StageFacts, full_attention_group, stage_prefix_cache_config
 from omni_core.prefix_cache.policy import ModelCachePolicy
 from omni_core.sinks.base import RequestEnd, SinkDelivery, SinkRequestEnd
 from omni_core.sinks.memory import MemorySink
@@ -105,13 +105,13 @@ def test_fault_041_both_block_tables_of_one_memory_give_the_same_slots_and_rows(
     assert_rows(taken["C"], ("A", 0, 128), ("C", 128, 131))
 
 
-def test_fault_041_a_stage_whose_two_block_sizes_differ_gets_no_cache():
+def test_fault_041_a_stage_whose_two_block_sizes_do_not_fit_gets_no_cache():
     decision = stage_prefix_cache_config(
-        StageFacts(enabled=True, scheduler_block_size=ALLOCATOR_BLOCK, block_table_block_size=KERNEL_BLOCK)
+        StageFacts(enabled=True, allocator_block_size=ALLOCATOR_BLOCK, block_table_block_size=KERNEL_BLOCK + 8)
     )
     assert decision.status is GateStatus.REFUSED
     assert "128" in decision.reason
-    assert "16" in decision.reason
+    assert "24" in decision.reason
 
 
 def test_fault_043_slots_of_a_group_with_another_block_size_are_refused(make_rig):
@@ -126,10 +126,9 @@ def test_fault_043_slots_of_a_group_with_another_block_size_are_refused(make_rig
     assert_rows(rig.take(rig.save())["A"], ("A", 0, 100))
 
 
-def test_fault_043_hybrid_kv_groups_get_no_cache():
-    decision = stage_prefix_cache_config(
-        StageFacts(enabled=True, attention_group_kinds=("full_attention", "sliding_window"))
-    )
+def test_fault_043_a_hybrid_stage_is_mirrored_on_its_full_attention_group():
+    assert full_attention_group(("sliding_window", "mamba", "full_attention")) == 2
+    decision = stage_prefix_cache_config(StageFacts(enabled=True, attention_group_kinds=("mamba", "sliding_window")))
     assert decision.status is GateStatus.REFUSED
     assert "sliding_window" in decision.reason
 

@@ -12,10 +12,14 @@ from omni_core.integrations.vllm.tap import ForwardTap, prefix_digests
 TOKENS = [5, 6, 7]
 
 
-def tapped(rows, tokens=TOKENS, req_id="a", first=0, tap=None, extra=None):
+def tapped(rows, tokens=TOKENS, req_id="a", first=0, tap=None, extra=None, pictures=(), lora=None):
     """A tap after one forward of one request whose rows are `rows`, from position `first` on."""
     tap = tap or ForwardTap()
-    new = [SimpleNamespace(req_id=req_id, prompt_token_ids=tokens, num_computed_tokens=first)]
+    new = [
+        SimpleNamespace(
+            req_id=req_id, prompt_token_ids=tokens, num_computed_tokens=first, mm_features=pictures, lora_request=lora
+        )
+    ]
     tap.step_begins(SimpleNamespace(scheduled_new_reqs=new))
     count = len(tokens) - first
     runner = SimpleNamespace(
@@ -98,3 +102,36 @@ def test_a_token_that_contradicts_the_prompt_is_an_error():
         request.learn(1, 9)
     with pytest.raises(ValueError, match="position 5 after 3 tokens"):
         request.learn(5, 9)
+
+
+def test_a_draft_that_was_rejected_is_replaced_and_both_rows_are_kept():
+    tap = tapped(rows())
+    request = tap.requests["a"]
+    request.learn(3, 40)
+    request.learn(4, 41)
+    request.learn(3, 50)
+    assert request.token_ids == [*TOKENS, 50]
+    assert request.digests == prefix_digests([*TOKENS, 50])
+    assert request.num_drafts_replaced == 1
+
+
+def test_rows_of_two_adapters_and_of_none_are_told_apart():
+    tap = tapped(rows())
+    tapped(rows() + 10, req_id="b", tap=tap, lora=SimpleNamespace(lora_int_id=1, lora_name="one"))
+    tapped(rows() + 20, req_id="c", tap=tap, lora=SimpleNamespace(lora_int_id=2, lora_name="two"))
+    for req_id, own in {"a": rows(), "b": rows() + 10, "c": rows() + 20}.items():
+        digests = tap.requests[req_id].digests
+        assert tap.equal_rows_at(digests, own).all()
+        assert not any(tap.equal_rows_at(digests, own + other).any() for other in (10, -10, 20, -20))
+
+
+def test_rows_behind_different_pictures_are_told_apart_from_where_they_stand():
+    def picture(identifier):
+        return [SimpleNamespace(identifier=identifier, mm_position=SimpleNamespace(offset=1, length=1))]
+
+    tap = tapped(rows(), pictures=picture("cat"))
+    tapped(rows() + 10, req_id="b", tap=tap, pictures=picture("dog"))
+    cat, dog = tap.requests["a"].digests, tap.requests["b"].digests
+    assert cat[0] == dog[0]
+    assert tap.equal_rows_at(cat, rows() + 10).tolist() == [True, False, False]
+    assert tap.equal_rows_at(dog, rows() + 10).all()

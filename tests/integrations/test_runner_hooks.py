@@ -45,6 +45,7 @@ class Stage:
             ModelCachePolicy(),
             model=self.runner.model,
             device=self.runner.device,
+            group_index=0,
             request_ids_randomised=True,
             runtime=ThreadingRuntime(),
         )
@@ -58,8 +59,11 @@ class Stage:
         with torch.inference_mode():  # as vLLM's worker does
             result = self.runner.execute_model(output)
         if result is None:
-            self.runner.sample_tokens({name.replace("_", "-"): token for name, token in sampled.items()})
+            self.sample(**sampled)
         return result
+
+    def sample(self, **sampled):
+        self.runner.sample_tokens({name.replace("_", "-"): token for name, token in sampled.items()})
 
     def stored(self, req_id):
         return self.session.sink.request_by_internal_id(req_id)
@@ -147,6 +151,83 @@ def test_a_model_without_further_outputs_delivers_hidden_rows(stages):
     stage.step(fake.scheduled(new=[("a-00000001", PROMPT, [1, 2, 3], 0, 10)]))
     stage.session.flush(BOUND_S)
     assert set(stage.stored("a-00000001").rows) == {HIDDEN_KEY}
+
+
+def run_with_drafts(stage, sampled, *, drafts, max_tokens=40):
+    """Request a: its prompt, then a step with drafts. Returns the tokens whose rows it must have by then."""
+    stage.step(fake.scheduled(new=[("a-00000001", PROMPT, [1, 2, 3, 4], 0, 10)], max_tokens=max_tokens), a_00000001=21)
+    stage.step(
+        fake.scheduled(running=[("a-00000001", 10, 1 + len(drafts), None)], drafts={"a-00000001": drafts}),
+        a_00000001=sampled,
+    )
+    return [*PROMPT, 21, *sampled[:-1]]
+
+
+@pytest.mark.parametrize("accepted", [0, 1, 2])
+def test_rows_of_accepted_drafts_are_delivered_and_those_of_rejected_ones_never(stages, accepted):
+    stage = stages(tap=True)
+    drafts = [30, 31]
+    fed = run_with_drafts(stage, [*drafts[:accepted], 35], drafts=drafts)
+    next_position = len(fed)
+    stage.step(fake.scheduled(running=[("a-00000001", next_position, 1, None)]), a_00000001=36)
+    stage.session.flush(BOUND_S)
+    stored = stage.stored("a-00000001")
+    assert stored.token_ids.tolist() == [*fed, 35]
+    assert stored.hidden_states.tolist() == expected([*fed, 35])
+    assert stored.complete
+    assert stage.session.tap.requests["a-00000001"].token_ids == [*fed, 35]
+
+
+def test_a_request_beside_one_with_drafts_keeps_every_row(stages):
+    stage = stages()
+    stage.step(fake.scheduled(new=[("a-00000001", PROMPT, [1, 2, 3], 0, 10)]), a_00000001=21)
+    stage.step(
+        fake.scheduled(
+            new=[("b-00000002", OTHER, [1, 2, 5], 8, 3)],
+            running=[("a-00000001", 10, 2, None)],
+            drafts={"a-00000001": [30]},
+        ),
+        a_00000001=[22],
+        b_00000002=50,
+    )
+    stage.session.flush(BOUND_S)
+    assert stage.stored("b-00000002").hidden_states.tolist() == expected(OTHER)
+    assert stage.stored("a-00000001").hidden_states.tolist() == expected([*PROMPT, 21])
+
+
+@pytest.mark.parametrize(
+    ("sampled", "max_tokens", "kept"),
+    [
+        ([30, 31, 35], 2, 0),
+        ([30, 31, 35], 3, 1),
+        ([fake.EOS_TOKEN_ID, 31, 35], 40, 0),
+        ([30, fake.STOP_TOKEN_ID, 35], 40, 1),
+        ([30, 31, fake.EOS_TOKEN_ID], 40, 2),
+    ],
+)
+def test_accepted_drafts_behind_the_token_that_ends_the_request_are_left_out(stages, sampled, max_tokens, kept):
+    stage = stages()
+    run_with_drafts(stage, sampled, drafts=sampled[:2], max_tokens=max_tokens)
+    stage.step(fake.scheduled(finished=["a-00000001"]))
+    stage.session.flush(BOUND_S)
+    stored = stage.stored("a-00000001")
+    assert stored.token_ids.tolist() == [*PROMPT, 21, *sampled[:kept]]
+    assert stored.hidden_states.tolist() == expected([*PROMPT, 21, *sampled[:kept]])
+    assert stored.complete
+
+
+def test_a_step_whose_sampling_failed_keeps_the_rows_before_its_drafts(stages):
+    stage = stages()
+    stage.step(fake.scheduled(new=[("a-00000001", PROMPT, [1, 2, 3, 4], 0, 10)]), a_00000001=21)
+    with torch.inference_mode():
+        stage.runner.execute_model(
+            fake.scheduled(running=[("a-00000001", 10, 3, None)], drafts={"a-00000001": [30, 31]})
+        )
+    stage.runner.execute_model_state = None  # which vLLM does before it samples
+    stage.step(fake.scheduled(finished=["a-00000001"]))
+    stage.session.flush(BOUND_S)
+    assert stage.stored("a-00000001").token_ids.tolist() == [*PROMPT, 21]
+    assert stage.session.report()["cache"]["open_steps"] == 0
 
 
 def test_a_prompt_given_as_embeddings_is_delivered_with_unknown_tokens(stages):

@@ -8,7 +8,7 @@ import torch
 
 from omni_core.integrations.vllm.errors import GateRefusedError
 from omni_core.integrations.vllm.settings import OmniSettings
-from omni_core.integrations.vllm.stage_facts import cache_config, decide, stage_facts
+from omni_core.integrations.vllm.stage_facts import KvGroups, cache_config, decide, stage_facts
 from omni_core.integrations.vllm.versions import engine_version_problem
 from omni_core.prefix_cache.gate import GateStatus
 
@@ -23,20 +23,21 @@ def vllm_config(**changed):
         "parallel_config": SimpleNamespace(
             decode_context_parallel_size=1, prefill_context_parallel_size=1, data_parallel_size_local=1
         ),
-        "scheduler_config": SimpleNamespace(policy="fcfs", max_num_batched_tokens=256),
+        "scheduler_config": SimpleNamespace(policy="fcfs", max_num_batched_tokens=256, async_scheduling=False),
         "kv_transfer_config": None,
         "speculative_config": None,
-        "model_config": SimpleNamespace(dtype=torch.bfloat16, get_hidden_size=lambda: 64),
+        "model_config": SimpleNamespace(runner_type="generate", dtype=torch.bfloat16, get_hidden_size=lambda: 64),
     }
     return SimpleNamespace(**(parts | changed))
 
 
-def facts(config=None, settings=ON, **changed):
+PLAIN_GROUPS = {"kinds": ("full_attention",), "allocator_block_size": 32, "block_table_block_size": 32}
+
+
+def facts(config=None, settings=ON, *, groups=None, **changed):
     known = {
         "is_output_rank": True,
-        "is_pooling": False,
-        "attention_group_kinds": ("full_attention",),
-        "block_table_block_size": 32,
+        "kv_groups": KvGroups(**(PLAIN_GROUPS | (groups or {}))),
         "engine_version": "0.32.0",
     }
     return stage_facts(settings, config or vllm_config(), **(known | changed))
@@ -50,7 +51,7 @@ def test_a_plain_stage_gets_a_cache():
     ("changed", "rule"),
     [
         ({"settings": OmniSettings(enabled=False)}, "not_enabled"),
-        ({"is_pooling": True}, "pooling"),
+        ({"config": vllm_config(model_config=SimpleNamespace(runner_type="pooling"))}, "pooling"),
         ({"is_output_rank": False}, "not_output_rank"),
         (
             {
@@ -72,11 +73,18 @@ def test_a_stage_with_no_use_for_a_cache_is_left_alone(changed, rule):
 @pytest.mark.parametrize(
     ("changed", "named"),
     [
-        ({"config": vllm_config(speculative_config=DRAFTS)}, "num_speculative_tokens=3"),
+        (
+            {
+                "config": vllm_config(
+                    speculative_config=DRAFTS, scheduler_config=SimpleNamespace(policy="fcfs", async_scheduling=True)
+                )
+            },
+            "num_speculative_tokens=3",
+        ),
         ({"config": vllm_config(kv_transfer_config=SimpleNamespace(kv_role="kv_consumer"))}, "kv_role='kv_consumer'"),
         ({"config": vllm_config(kv_transfer_config=SimpleNamespace(kv_role="kv_both"))}, "kv_role='kv_both'"),
         (
-            {"config": vllm_config(scheduler_config=SimpleNamespace(policy="priority", max_num_batched_tokens=256))},
+            {"config": vllm_config(scheduler_config=SimpleNamespace(policy="priority", async_scheduling=False))},
             "scheduling_policy='priority'",
         ),
         (
@@ -87,9 +95,9 @@ def test_a_stage_with_no_use_for_a_cache_is_left_alone(changed, rule):
             },
             "decode 2",
         ),
-        ({"attention_group_kinds": ("sliding_window",)}, "sliding_window"),
-        ({"attention_group_kinds": ("mamba", "full_attention")}, "hybrid"),
-        ({"block_table_block_size": 16}, "block_size=32"),
+        ({"groups": {"kinds": ("sliding_window",)}}, "sliding_window"),
+        ({"groups": {"prefix_replay_tokens": 128}}, "prefix_replay_tokens=128"),
+        ({"groups": {"block_table_block_size": 24}}, "blocks of 32 tokens"),
         ({"engine_version": "0.30.1"}, "0.30.1"),
         ({"uses_v2_runner": True}, "VLLM_USE_V2_MODEL_RUNNER=0"),
     ],
@@ -98,6 +106,26 @@ def test_a_stage_whose_rows_could_be_wrong_is_refused_with_the_reason(changed, n
     with pytest.raises(GateRefusedError) as refusal:
         decide(facts(**changed))
     assert named in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"config": vllm_config(speculative_config=DRAFTS)},
+        {"groups": {"kinds": ("mamba", "full_attention")}},
+        {"groups": {"block_table_block_size": 16}},
+    ],
+)
+def test_drafts_hybrid_models_and_smaller_kernel_blocks_are_served(changed):
+    assert decide(facts(**changed)).status is GateStatus.SUPPORTED
+
+
+@pytest.mark.parametrize("changed", [{}, {"uses_v2_runner": True}])
+def test_what_the_configuration_alone_says_is_refused_before_the_kv_cache_is_made(changed):
+    consumer = vllm_config(kv_transfer_config=SimpleNamespace(kv_role="kv_consumer"))
+    with pytest.raises(GateRefusedError):
+        decide(stage_facts(ON, consumer, engine_version="0.32.0", **changed))
+    assert decide(stage_facts(ON, vllm_config(), engine_version="0.32.0")).status is GateStatus.SUPPORTED
 
 
 def test_a_producer_is_served():

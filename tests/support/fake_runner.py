@@ -14,6 +14,8 @@ HIDDEN_SIZE = 4
 PADDING = 3
 MAX_REQS = 8
 MAX_LEN = 64
+EOS_TOKEN_ID = 1
+STOP_TOKEN_ID = 2
 
 
 def row_of(tokens, position):
@@ -58,6 +60,8 @@ class FakeRunner:
         self.input_ids = SimpleNamespace(gpu=torch.zeros(MAX_LEN * MAX_REQS, dtype=torch.int32))
         self.execute_model_state = None
         self.forwards = 0
+        self.max_model_len = MAX_LEN
+        self.requests = {}
         self._num_tokens = {}
 
     def get_model(self):
@@ -85,13 +89,20 @@ class FakeRunner:
         return None
 
     def sample_tokens(self, sampled):
-        """Use the state up; `sampled` maps a request to its next token."""
+        """Use the state up; `sampled` maps a request to its next token, or tokens where it had drafts."""
         self.execute_model_state = None
         batch = self.input_batch
+        by_request = []
         for index, req_id in enumerate(batch.req_ids):
-            if req_id in sampled:
-                batch.token_ids_cpu[index, self._num_tokens[req_id]] = sampled[req_id]
-                self._num_tokens[req_id] += 1
+            tokens = sampled.get(req_id, [])
+            tokens = tokens if isinstance(tokens, list) else [tokens]
+            end = self._num_tokens[req_id] + len(tokens)
+            batch.token_ids_cpu[index, self._num_tokens[req_id] : end] = tokens
+            self._num_tokens[req_id] = end
+            self.requests[req_id].output_token_ids.extend(tokens)
+            by_request.append(tokens)
+        order = {req_id: index for index, req_id in enumerate(batch.req_ids)}
+        return SimpleNamespace(sampled_token_ids=by_request, req_id_to_index=order)
 
     def _forward(self, tokens, positions):
         self.forwards += 1
@@ -118,6 +129,9 @@ class FakeRunner:
             table[index, : len(new.block_ids[0])] = new.block_ids[0]
             lengths[index] = len(new.block_ids[0])
             self._num_tokens[new.req_id] = len(new.prompt_token_ids)
+            self.requests[new.req_id] = SimpleNamespace(
+                num_prompt_tokens=len(new.prompt_token_ids), output_token_ids=[], sampling_params=new.sampling_params
+            )
         cached = scheduler_output.scheduled_cached_reqs
         for req_id, blocks, computed in zip(
             cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
@@ -128,12 +142,16 @@ class FakeRunner:
                 held = lengths[index]
                 table[index, held : held + len(blocks[0])] = blocks[0]
                 lengths[index] += len(blocks[0])
+        for req_id, drafts in scheduler_output.scheduled_spec_decode_tokens.items():
+            first = self._num_tokens[req_id]
+            batch.token_ids_cpu[batch.req_ids.index(req_id), first : first + len(drafts)] = drafts
 
 
-def scheduled(new=(), running=(), finished=()):
+def scheduled(new=(), running=(), finished=(), drafts=None, max_tokens=MAX_LEN):
     """A scheduler output.
 
     `new`: (req_id, prompt, block ids, computed, scheduled). `running`: (req_id, computed, scheduled, new block ids).
+    `drafts`: request to its draft tokens, which its scheduled tokens include.
     """
     counts = {req_id: count for req_id, _, _, _, count in new} | {req_id: count for req_id, _, count, _ in running}
     return SimpleNamespace(
@@ -144,6 +162,11 @@ def scheduled(new=(), running=(), finished=()):
                 prefill_token_ids=None,
                 block_ids=(blocks,),
                 num_computed_tokens=computed,
+                mm_features=[],
+                lora_request=None,
+                sampling_params=SimpleNamespace(
+                    max_tokens=max_tokens, eos_token_id=EOS_TOKEN_ID, stop_token_ids=[STOP_TOKEN_ID]
+                ),
             )
             for req_id, prompt, blocks, computed, _ in new
         ],
@@ -158,4 +181,5 @@ def scheduled(new=(), running=(), finished=()):
         total_num_scheduled_tokens=sum(counts.values()),
         finished_req_ids=set(finished),
         kv_cache_block_copies=None,
+        scheduled_spec_decode_tokens=drafts or {},
     )

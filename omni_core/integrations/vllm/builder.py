@@ -59,6 +59,9 @@ class BuiltStep:
     starts: npt.NDArray[np.int64]
     positions: npt.NDArray[np.int64]
     token_ids: npt.NDArray[np.int64]
+    sampled_counts: Mapping[str, int] | None = None
+    """For each request with draft tokens, how many of its sampled tokens count; rows of the others are left out above.
+    `None`: the step has no drafts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,7 +316,7 @@ class StageBuilder:
 
     def _deliver(self, step: BuiltStep) -> None:
         try:
-            outputs = self._source.materialize(step.step_id, step.req_ids)
+            outputs = self._source.materialize(step.step_id, step.req_ids, step.sampled_counts)
         except Exception as error:
             for req_id in step.req_ids:
                 self._fail(req_id, f"step {step.step_id} could not be read: {error}")

@@ -8,9 +8,10 @@ from typing import Any
 
 from vllm.v1.worker.cpu_worker import CPUWorker
 
+from omni_core.integrations.vllm.chosen_layers import capture_layers
 from omni_core.integrations.vllm.session import DEFAULT_FLUSH_TIMEOUT_S, StageSession
 from omni_core.integrations.vllm.settings import OmniSettings
-from omni_core.integrations.vllm.stage import open_stage
+from omni_core.integrations.vllm.stage import check_stage, open_stage
 from omni_core.integrations.vllm.versions import adopt_engine_logging
 
 
@@ -20,14 +21,25 @@ class OmniCpuWorker(CPUWorker):  # type: ignore[misc]  # vLLM ships no types, so
     omni_core_session: StageSession | None = None
 
     def init_device(self) -> None:
-        """Run vLLM's own, after the settings were checked: a wrong setting stops start-up before anything is loaded.
+        """Run vLLM's own, after settings and gate were asked: what is wrong stops before anything is loaded.
 
         Raises:
             SettingsError: the `omni_core` section of `additional_config` cannot be run with.
+            GateRefusedError: vLLM's configuration alone says that rows would be wrong.
         """
         adopt_engine_logging()
         self.omni_core_settings = OmniSettings.from_additional_config(self.vllm_config.additional_config)
+        check_stage(self.omni_core_settings, self.vllm_config, uses_v2_runner=self.use_v2_model_runner)
         super().init_device()
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        """Run vLLM's own; then the model is told which layers to hand out, if any were chosen.
+
+        Raises:
+            SettingsError: the model cannot hand out its layers.
+        """
+        super().load_model(*args, **kwargs)
+        capture_layers(self.omni_core_settings, self.model_runner)
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
         """Run vLLM's own; then the gate is asked and the stage gets its cache.

@@ -3,20 +3,24 @@
 
 vLLM 0.32 runs a step in two calls: `execute_model` computes and returns `None`, leaving what it computed in
 `execute_model_state`, and `sample_tokens` uses that up. The rows are taken in between, when the batch's order and its
-counts of computed tokens are those of this step. Profile and dummy runs do not go through `execute_model`, so they
-never reach the cache.
+counts of computed tokens are those of this step. A step with draft tokens is handed on after `sample_tokens` only: then
+it is known which drafts were accepted. Profile and dummy runs do not go through `execute_model`, so they never reach
+the cache.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
 
+from omni_core.integrations.vllm.accepted_tokens import SampledTokens, fewest_sampled, kept_samples, num_valid_rows
 from omni_core.integrations.vllm.builder import BuiltStep, StageBuilder, StartedRequest
+from omni_core.integrations.vllm.chosen_layers import ChosenLayers
 from omni_core.integrations.vllm.settings import OnError
 from omni_core.integrations.vllm.step_events import SchedulerOutput, step_events
 from omni_core.integrations.vllm.versions import StageOutputsModel, StepArrays, step_arrays
@@ -44,9 +48,18 @@ class StepCache(Protocol):
         """After the forward; the step's id."""
         ...
 
-    def discard_step(self, step_id: int) -> None:
+    def discard_step(self, step_id: int, sampled_counts: Mapping[str, int] | None = None) -> None:
         """Give a saved step up; its rows come with a later step."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class _UnsampledStep:
+    """A saved step with draft tokens, from its forward to its sampling."""
+
+    step_id: int
+    arrays: StepArrays
+    may_wait: bool
 
 
 class CurrentStep:
@@ -57,7 +70,9 @@ class CurrentStep:
 
     def set(self, arrays: StepArrays) -> None:
         """The step that `save_outputs` is about to be called for."""
-        self._layout = StepLayout(arrays.req_ids, arrays.starts, arrays.positions, arrays.slots)
+        self._layout = StepLayout(
+            arrays.req_ids, arrays.starts, arrays.positions, arrays.slots, arrays.num_draft_tokens
+        )
 
     def layout(self) -> StepLayout:
         """The manager's `layout_source`."""
@@ -79,6 +94,7 @@ class StepHooks:
         group_index: int,
         on_error: OnError,
         stage_outputs: StageOutputsModel | None,
+        layers: ChosenLayers,
     ) -> None:
         self._cache = cache
         self._builder = builder
@@ -86,7 +102,9 @@ class StepHooks:
         self._group_index = group_index
         self._on_error = on_error
         self._stage_outputs = stage_outputs
+        self._layers = layers
         self._off_reason: str | None = None
+        self._unsampled: _UnsampledStep | None = None
 
     @property
     def off_reason(self) -> str | None:
@@ -106,7 +124,26 @@ class StepHooks:
         if state is not None:
             self._guarded("save_outputs", lambda: self._save(runner, state.hidden_states, scheduler_output))
 
+    def after_sampling(self, runner: Any, output: Any) -> None:
+        """Hand on the step whose drafts have just been accepted or rejected, if there is one. Never blocks.
+
+        Args:
+            runner: the model runner.
+            output: what its `sample_tokens` returned.
+        """
+        if self._unsampled is not None:
+            self._guarded("after_sampling", lambda: self._hand_on_sampled(runner, output))
+
+    def _hand_on_sampled(self, runner: Any, output: SampledTokens) -> None:
+        if self._unsampled is not None:
+            step, self._unsampled = self._unsampled, None
+            self._hand_on(step, kept_samples(runner, output, step.arrays))
+
     def _begin(self, scheduler_output: SchedulerOutput) -> None:
+        if self._unsampled is not None:
+            # Its sampling failed: only the rows before its drafts are known to be right.
+            step, self._unsampled = self._unsampled, None
+            self._hand_on(step, fewest_sampled(step.arrays))
         self._cache.new_step_starts(step_events(scheduler_output, self._group_index))
         started = [
             StartedRequest(new.req_id, new.prompt_token_ids, new.num_computed_tokens)
@@ -118,6 +155,7 @@ class StepHooks:
         arrays = step_arrays(runner, scheduler_output, self._group_index)
         self._current.set(arrays)
         outputs = {} if self._stage_outputs is None else self._stage_outputs.take_stage_outputs()
+        outputs = self._layers.added_to(outputs, runner.execute_model_state)
         may_wait = self._builder.room_for_step()
         step_id = self._cache.save_outputs(
             hidden_states,
@@ -126,11 +164,23 @@ class StepHooks:
             num_tokens_padded=hidden_states.shape[0],
             carry_owed=may_wait,
         )
-        step = BuiltStep(step_id, arrays.req_ids, arrays.starts, arrays.positions, arrays.token_ids)
-        if may_wait:
+        saved = _UnsampledStep(step_id, arrays, may_wait)
+        if arrays.num_draft_tokens is None:
+            self._hand_on(saved, None)
+        else:
+            self._unsampled = saved
+
+    def _hand_on(self, saved: _UnsampledStep, sampled_counts: Mapping[str, int] | None) -> None:
+        valid = saved.arrays
+        if sampled_counts is not None:
+            valid = saved.arrays.first_rows(num_valid_rows(saved.arrays, sampled_counts))
+        step = BuiltStep(
+            saved.step_id, valid.req_ids, valid.starts, valid.positions, valid.token_ids, sampled_counts=sampled_counts
+        )
+        if saved.may_wait:
             self._builder.submit(step)
         else:
-            self._cache.discard_step(step_id)
+            self._cache.discard_step(saved.step_id, sampled_counts)
             self._builder.give_up(step)
 
     def _guarded(self, call: str, action: Callable[[], None]) -> None:
@@ -142,6 +192,7 @@ class StepHooks:
             if self._on_error is OnError.RAISE:
                 raise
             self._off_reason = f"{call}: {type(error).__name__}: {error}"
+            self._unsampled = None
             _LOG.exception(
                 "Omni Core is off for this stage from here on; generation goes on without it (on_error='isolate'). "
                 "Cause: %s",
@@ -162,6 +213,12 @@ class RunnerHooksMixin:
         result = cast("Any", super()).execute_model(scheduler_output, *args, **kwargs)
         self.omni_core_hooks.after_forward(self, scheduler_output)
         return result
+
+    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
+        """Run vLLM's `sample_tokens`; then the rows of accepted drafts are known."""
+        output = cast("Any", super()).sample_tokens(*args, **kwargs)
+        self.omni_core_hooks.after_sampling(self, output)
+        return output
 
 
 def adopt_hooks(runner: Any, hooks: StepHooks) -> None:

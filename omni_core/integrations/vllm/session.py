@@ -16,11 +16,11 @@ import torch
 from omni_core.backend.base import DeviceBackend
 from omni_core.backend.registry import backend_for_tensor
 from omni_core.integrations.vllm.builder import StageBuilder
+from omni_core.integrations.vllm.chosen_layers import ChosenLayers
 from omni_core.integrations.vllm.errors import StageNotFoundError
 from omni_core.integrations.vllm.request_ids import client_request
 from omni_core.integrations.vllm.runner_hooks import CurrentStep, StepHooks
 from omni_core.integrations.vllm.settings import OmniSettings
-from omni_core.integrations.vllm.stage_facts import GROUP_INDEX
 from omni_core.integrations.vllm.tap import ForwardTap
 from omni_core.integrations.vllm.versions import (
     in_process_worker,
@@ -52,6 +52,7 @@ class StageParts:
         *,
         model: Any,
         device: torch.device,
+        group_index: int,
         request_ids_randomised: bool,
         runtime: Runtime,
     ) -> None:
@@ -63,6 +64,7 @@ class StageParts:
             policy: the model's.
             model: the stage's model; asked once whether it hands out further outputs.
             device: where the stage's outputs lie.
+            group_index: the KV-cache group that is mirrored.
             request_ids_randomised: whether the engine appends random digits to a client's request id.
             runtime: makes every thread, lock and condition.
 
@@ -96,9 +98,10 @@ class StageParts:
             self.cache,
             self.builder,
             current,
-            group_index=GROUP_INDEX,
+            group_index=group_index,
             on_error=settings.on_error,
             stage_outputs=stage_outputs_model(model),
+            layers=ChosenLayers(settings.captured_layers),
         )
 
     def close_elsewhere(self) -> None:

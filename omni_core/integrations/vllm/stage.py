@@ -7,25 +7,39 @@ The same for every platform; a platform's worker class calls it and adds nothing
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import Any
 
+from omni_core.integrations.vllm.chosen_layers import ChosenLayers, check_layers
 from omni_core.integrations.vllm.runner_hooks import adopt_hooks
 from omni_core.integrations.vllm.session import StageParts, StageSession
 from omni_core.integrations.vllm.settings import OmniSettings
-from omni_core.integrations.vllm.stage_facts import GROUP_INDEX, cache_config, decide, stage_facts
+from omni_core.integrations.vllm.stage_facts import KvGroups, cache_config, decide, stage_facts
 from omni_core.integrations.vllm.tap import install_tap
 from omni_core.integrations.vllm.versions import (
     attention_group_kinds,
     block_table_block_size,
     engine_version,
     is_output_rank,
+    prefix_replay_tokens,
     request_ids_are_randomised,
 )
-from omni_core.prefix_cache.gate import GateStatus
+from omni_core.prefix_cache.gate import GateStatus, full_attention_group
 from omni_core.prefix_cache.policy import ModelCachePolicy
 from omni_core.runtime import ThreadingRuntime
 
 _LOG = logging.getLogger(__name__)
+
+
+def check_stage(settings: OmniSettings, vllm_config: Any, *, uses_v2_runner: bool) -> None:
+    """Refuse what can be refused from vLLM's configuration alone, before anything is loaded.
+
+    Raises:
+        GateRefusedError: the gate refuses.
+        SettingsError: layers were asked for that this engine cannot give.
+    """
+    decide(stage_facts(settings, vllm_config, engine_version=engine_version(), uses_v2_runner=uses_v2_runner))
+    check_layers(settings, vllm_config)
 
 
 def open_stage(
@@ -37,28 +51,37 @@ def open_stage(
 
     Raises:
         GateRefusedError: the gate refuses.
+        SettingsError: a chosen layer has the name of an output of the model.
         BackendError, SinkError, OmniPrefixCacheError: a part cannot be made.
     """
-    facts = stage_facts(
-        settings,
-        vllm_config,
-        is_output_rank=is_output_rank(),
-        is_pooling=bool(runner.is_pooling_model),
-        attention_group_kinds=attention_group_kinds(kv_cache_config),
-        block_table_block_size=None if uses_v2_runner else block_table_block_size(runner, GROUP_INDEX),
-        engine_version=engine_version(),
-        uses_v2_runner=uses_v2_runner,
+    kinds = attention_group_kinds(kv_cache_config)
+    group_index = full_attention_group(kinds)
+    groups = KvGroups(kinds, prefix_replay_tokens(kv_cache_config))
+    if group_index is not None:
+        groups = replace(
+            groups,
+            allocator_block_size=int(kv_cache_config.kv_cache_groups[group_index].kv_cache_spec.block_size),
+            block_table_block_size=None if uses_v2_runner else block_table_block_size(runner, group_index),
+        )
+    decision = decide(
+        stage_facts(
+            settings,
+            vllm_config,
+            engine_version=engine_version(),
+            uses_v2_runner=uses_v2_runner,
+            is_output_rank=is_output_rank(),
+            kv_groups=groups,
+        )
     )
-    decision = decide(facts)
     parts: StageParts | None = None
-    if decision.status is GateStatus.SUPPORTED:
+    if decision.status is GateStatus.SUPPORTED and group_index is not None and groups.allocator_block_size is not None:
         model = runner.get_model()
-        policy = ModelCachePolicy.from_model(model)
+        policy = ChosenLayers(settings.captured_layers).declared_in(ModelCachePolicy.from_model(model))
         config = cache_config(
             settings,
             vllm_config,
             num_blocks=kv_cache_config.num_blocks,
-            block_size=block_table_block_size(runner, GROUP_INDEX),
+            block_size=groups.allocator_block_size,
         )
         parts = StageParts(
             settings,
@@ -66,6 +89,7 @@ def open_stage(
             policy,
             model=model,
             device=runner.device,
+            group_index=group_index,
             request_ids_randomised=request_ids_are_randomised(),
             runtime=ThreadingRuntime(),
         )
@@ -80,5 +104,5 @@ def open_stage(
         )
     else:
         _LOG.info("Omni Core is off here (%s): %s", decision.rule, decision.reason)
-    tap = install_tap(runner) if settings.tap and not uses_v2_runner else None
+    tap = install_tap(runner, layers=settings.captured_layers) if settings.tap and not uses_v2_runner else None
     return StageSession(settings, decision, parts=parts, tap=tap)

@@ -3,47 +3,70 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
+from omni_core.integrations.vllm.chosen_layers import ChosenLayers
 from omni_core.integrations.vllm.errors import GateRefusedError
 from omni_core.integrations.vllm.settings import OmniSettings
 from omni_core.integrations.vllm.versions import engine_version_problem
 from omni_core.prefix_cache.config import PrefixCacheConfig
 from omni_core.prefix_cache.gate import GateDecision, GateStatus, StageFacts, stage_prefix_cache_config
 
-GROUP_INDEX = 0
-"""The KV-cache group that is mirrored. The gate lets stages with one group through only."""
+
+@dataclass(frozen=True, slots=True)
+class KvGroups:
+    """What is known of a stage's KV-cache groups once they are made."""
+
+    kinds: tuple[str, ...] = ("full_attention",)
+    """Kind of each group, in vLLM's own words."""
+    prefix_replay_tokens: int = 0
+    """The largest of all groups."""
+    allocator_block_size: int | None = None
+    """Tokens per block of the group that is mirrored."""
+    block_table_block_size: int | None = None
+    """Tokens per entry of that group's block table; `None` if the runner keeps none on the host."""
 
 
 def stage_facts(
     settings: OmniSettings,
     vllm_config: Any,
     *,
-    is_output_rank: bool,
-    is_pooling: bool,
-    attention_group_kinds: tuple[str, ...],
-    block_table_block_size: int | None,
     engine_version: str,
     uses_v2_runner: bool = False,
+    is_output_rank: bool = True,
+    kv_groups: KvGroups | None = None,
 ) -> StageFacts:
-    """The facts of a stage whose KV cache has just been made. Pure; reads `vllm_config` (vLLM's `VllmConfig`)."""
+    """The facts of a stage. Pure; reads `vllm_config` (vLLM's `VllmConfig`).
+
+    Args:
+        settings: the operator's.
+        vllm_config: vLLM's configuration, resolved.
+        engine_version: vLLM's.
+        uses_v2_runner: whether the worker runs vLLM's second model runner.
+        is_output_rank: to be left out before the distributed groups exist.
+        kv_groups: to be left out before the KV cache is made; what it would say is then taken to be right.
+    """
     cache_config = vllm_config.cache_config
     parallel_config = vllm_config.parallel_config
     transfer = vllm_config.kv_transfer_config
     speculative = vllm_config.speculative_config
+    groups = kv_groups or KvGroups()
     return StageFacts(
         enabled=settings.enabled,
         prefix_caching=bool(cache_config.enable_prefix_caching),
         is_output_rank=is_output_rank,
-        is_pooling=is_pooling,
+        is_pooling=vllm_config.model_config.runner_type == "pooling",
         kv_role=None if transfer is None else transfer.kv_role,
-        attention_group_kinds=attention_group_kinds,
+        attention_group_kinds=groups.kinds,
         num_speculative_tokens=0 if speculative is None else speculative.num_speculative_tokens or 0,
+        async_scheduling=bool(vllm_config.scheduler_config.async_scheduling),
         scheduling_policy=str(vllm_config.scheduler_config.policy),
         decode_context_parallel_size=parallel_config.decode_context_parallel_size,
         prefill_context_parallel_size=parallel_config.prefill_context_parallel_size,
-        scheduler_block_size=cache_config.block_size,
-        block_table_block_size=block_table_block_size,
+        prefix_replay_tokens=groups.prefix_replay_tokens,
+        allocator_block_size=groups.allocator_block_size,
+        block_table_block_size=groups.block_table_block_size,
         kv_sharing_fast_prefill=bool(cache_config.kv_sharing_fast_prefill),
         engine_version=engine_version,
         engine_version_problem=engine_version_problem(engine_version, uses_v2_runner=uses_v2_runner),
@@ -69,12 +92,13 @@ def cache_config(settings: OmniSettings, vllm_config: Any, *, num_blocks: int, b
         settings: the operator's.
         vllm_config: vLLM's `VllmConfig`.
         num_blocks: blocks of the KV cache, the null block included (`KVCacheConfig.num_blocks`).
-        block_size: tokens per entry of the runner's block table.
+        block_size: tokens per block of the mirrored group, as the scheduler gives them out.
 
     Raises:
         InvalidConfigError: a value the cache cannot run with.
     """
     model_config = vllm_config.model_config
+    layers = ChosenLayers(settings.captured_layers)
     return PrefixCacheConfig(
         num_blocks=num_blocks,
         block_size=block_size,
@@ -82,7 +106,7 @@ def cache_config(settings: OmniSettings, vllm_config: Any, *, num_blocks: int, b
         hidden_dtype=model_config.dtype,
         max_num_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
         staging_depth=settings.staging_depth,
-        extra_row_bytes=settings.extra_row_bytes,
+        extra_row_bytes=settings.extra_row_bytes + layers.row_bytes(model_config.get_hidden_size(), model_config.dtype),
         staging_claim_timeout_s=settings.staging_claim_timeout_s,
         join_timeout_s=settings.join_timeout_s,
         caches_per_host=max(1, vllm_config.parallel_config.data_parallel_size_local),

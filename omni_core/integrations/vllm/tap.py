@@ -2,9 +2,9 @@
 """The independent tap: keeps every row each forward really computed, to hold delivered rows against.
 
 It shares no code and no memory with the cache. It does not know about blocks, slots or hits: it reads what the runner
-fed to the model (token ids, positions, where each request's rows begin), and files each row under a digest of the
-tokens up to its position. It works the same on an engine without our cache. For demonstrations and tests: it keeps
-everything, and it knows text only (a prompt's images or adapters are not part of the digest).
+fed to the model (token ids, positions, where each request's rows begin, which adapter and which pictures), and files
+each row under a digest of all that up to its position. Rows of draft tokens are filed under the drafts that were fed.
+It works the same on an engine without our cache. For demonstrations and tests: it keeps everything.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from omni_core.integrations.vllm.versions import STAGE_OUTPUTS_METHOD, stage_out
 from omni_core.prefix_cache.config import HIDDEN_KEY
 
 Digest = bytes
-"""Digest of a token prefix, its last token included."""
+"""Digest of a token prefix, its last token included, with the adapter and the pictures it was computed with."""
 
 
 @dataclass(slots=True)
@@ -36,28 +36,39 @@ class TappedRequest:
     computed_tokens: int = 0
     """Rows the engine computed: all that vLLM alone would have given for this request."""
     token_ids: list[int] = field(default_factory=list)
-    """Every token fed so far, the skipped ones included."""
+    """Every token fed so far, the skipped ones included; of draft tokens those fed last."""
     digests: list[Digest] = field(default_factory=list)
     """Per position."""
+    identity: Digest = b""
+    """Stands for the adapter; empty for the bare model."""
+    pictures: Mapping[int, Digest] = field(default_factory=dict)
+    """Position in the prompt → what stands there instead of a token."""
+    num_drafts_replaced: int = 0
+    """Positions at which another token was fed later than at first: drafts the engine rejected."""
 
     def learn(self, position: int, token_id: int) -> None:
         """The model was fed `token_id` at `position`.
 
         Raises:
-            ValueError: that is not what the request's tokens said, or tokens in between were never seen.
+            ValueError: tokens in between were never seen, or it contradicts the prompt.
         """
-        if position < len(self.token_ids):
-            if self.token_ids[position] != token_id:
-                raise ValueError(
-                    f"request {self.req_id!r}: token {token_id} at {position}, {self.token_ids[position]} before"
-                )
-        elif position == len(self.token_ids):
-            self.token_ids.append(token_id)
-        else:
+        if position > len(self.token_ids):
             raise ValueError(f"request {self.req_id!r}: position {position} after {len(self.token_ids)} tokens")
+        if position == len(self.token_ids):
+            self.token_ids.append(token_id)
+        elif self.token_ids[position] != token_id:
+            if position < self.num_prompt_tokens:
+                raise ValueError(
+                    f"request {self.req_id!r}: token {token_id} at {position}, {self.token_ids[position]} in its prompt"
+                )
+            self.num_drafts_replaced += 1
+            del self.token_ids[position:]
+            del self.digests[position:]
+            self.token_ids.append(token_id)
         while len(self.digests) < len(self.token_ids):
-            before = self.digests[-1] if self.digests else b""
-            self.digests.append(_chained(before, self.token_ids[len(self.digests)]))
+            at = len(self.digests)
+            before = self.digests[-1] if self.digests else self.identity
+            self.digests.append(_chained(before + self.pictures.get(at, b""), self.token_ids[at]))
 
 
 class ForwardTap:
@@ -99,7 +110,12 @@ class ForwardTap:
         self, token_ids: Sequence[int], rows: torch.Tensor, key: str = HIDDEN_KEY, first_position: int = 0
     ) -> npt.NDArray[np.bool_]:
         """`(len(rows),)`: `contains` for each of the rows at `first_position`, `first_position + 1`, and so on."""
-        digests = prefix_digests(token_ids[: first_position + len(rows)])
+        return self.equal_rows_at(prefix_digests(token_ids[: first_position + len(rows)]), rows, key, first_position)
+
+    def equal_rows_at(
+        self, digests: Sequence[Digest], rows: torch.Tensor, key: str = HIDDEN_KEY, first_position: int = 0
+    ) -> npt.NDArray[np.bool_]:
+        """As `equal_rows` for digests known already: those of a tapped request, whatever it was computed with."""
         verdicts = [
             any(_same_bits(row, known) for known in self.rows(digests[position], position, key))
             for position, row in enumerate(rows, start=first_position)
@@ -111,7 +127,12 @@ class ForwardTap:
         for new in scheduler_output.scheduled_new_reqs:
             prompt = list(new.prompt_token_ids or ())
             self._requests[new.req_id] = TappedRequest(
-                new.req_id, len(prompt), skipped_tokens=new.num_computed_tokens, token_ids=prompt
+                new.req_id,
+                len(prompt),
+                skipped_tokens=new.num_computed_tokens,
+                token_ids=prompt,
+                identity=_adapter_of(new.lora_request),
+                pictures=_pictures_of(new.mm_features),
             )
 
     def forward_done(self, runner: Any, outputs: Mapping[str, Any]) -> None:
@@ -142,10 +163,16 @@ class ForwardTap:
                 known.append(row)
 
 
-def install_tap(runner: Any) -> ForwardTap:
-    """Put a tap on a runner. Engine thread, before the first request; works with and without our cache's hooks."""
+def install_tap(runner: Any, *, layers: Iterable[int] = ()) -> ForwardTap:
+    """Put a tap on a runner. Engine thread, before the first request; works with and without our cache's hooks.
+
+    Args:
+        runner: the model runner.
+        layers: the decoder layers whose outputs its forwards return.
+    """
     tap = ForwardTap()
     model = stage_outputs_model(runner.get_model())
+    layer_names = [f"hidden_states.layer_{layer}" for layer in sorted(layers)]
     last: list[Mapping[str, Any]] = []
     if model is not None:
         # A model hands its outputs out once per forward, and the cache may have taken them first.
@@ -158,7 +185,8 @@ def install_tap(runner: Any) -> ForwardTap:
         if runner.execute_model_state is not None:
             if model is not None and not last:
                 model.take_stage_outputs()
-            tap.forward_done(runner, last[0] if last else {})
+            outputs = last[0] if last else {}
+            tap.forward_done(runner, {**outputs, **_layer_outputs(runner, layer_names)})
         return result
 
     runner.execute_model = execute_model
@@ -171,6 +199,27 @@ def prefix_digests(token_ids: Iterable[int]) -> list[Digest]:
     for token_id in token_ids:
         digests.append(_chained(digests[-1] if digests else b"", int(token_id)))
     return digests
+
+
+def _adapter_of(lora_request: Any) -> Digest:
+    if lora_request is None:
+        return b""
+    name = f"{lora_request.lora_int_id}:{lora_request.lora_name}".encode()
+    return hashlib.blake2b(name, digest_size=16).digest()
+
+
+def _pictures_of(mm_features: Iterable[Any]) -> dict[int, Digest]:
+    pictures = {}
+    for feature in mm_features or ():
+        place = feature.mm_position
+        for offset in range(place.length):
+            name = f"{feature.identifier}:{offset}".encode()
+            pictures[place.offset + offset] = hashlib.blake2b(name, digest_size=16).digest()
+    return pictures
+
+
+def _layer_outputs(runner: Any, names: Sequence[str]) -> Mapping[str, torch.Tensor]:
+    return dict(zip(names, runner.execute_model_state.aux_hidden_states, strict=True)) if names else {}
 
 
 def _remembering(

@@ -15,9 +15,9 @@ from typing import Any, Protocol, cast
 import numpy as np
 import numpy.typing as npt
 
-from omni_core.integrations.vllm.errors import RowsBeyondTableError, StageNotFoundError
+from omni_core.integrations.vllm.errors import RowsBeyondTableError, SettingsError, StageNotFoundError
 from omni_core.integrations.vllm.ledger import UNKNOWN_TOKEN_ID
-from omni_core.integrations.vllm.step_events import SchedulerOutput
+from omni_core.integrations.vllm.step_events import SchedulerOutput, num_draft_tokens
 
 SUPPORTED_RELEASE = (0, 32)
 """Major and minor version of the vLLM releases this integration was run on."""
@@ -51,6 +51,16 @@ class StepArrays:
     slots: npt.NDArray[np.int64]
     token_ids: npt.NDArray[np.int64]
     """`UNKNOWN_TOKEN_ID` where the prompt was given as embeddings."""
+    num_draft_tokens: npt.NDArray[np.int64] | None = None
+    """`(num_reqs,)`: rows at the end of each run that were computed for draft tokens; `None`: no drafts."""
+
+    def first_rows(self, counts: npt.NDArray[np.int64]) -> StepArrays:
+        """Only the first `counts[i]` rows of request `i`, without drafts."""
+        offsets = np.arange(self.starts[-1]) - np.repeat(self.starts[:-1], np.diff(self.starts))
+        kept = offsets < np.repeat(counts, np.diff(self.starts))
+        starts = np.zeros_like(self.starts)
+        np.cumsum(counts, out=starts[1:])
+        return StepArrays(self.req_ids, starts, self.positions[kept], self.slots[kept], self.token_ids[kept])
 
 
 def engine_version() -> str:
@@ -96,11 +106,44 @@ def is_output_rank() -> bool:
     )
 
 
+def is_last_pipeline_rank() -> bool:
+    """Whether this rank computes the model's last layers. To be asked once the distributed groups exist."""
+    from vllm.distributed.parallel_state import get_pp_group
+
+    return bool(get_pp_group().is_last_rank)
+
+
+def carry_layers_over_pipeline(model: Any, named: str) -> None:
+    """Let a later pipeline rank's buffers take the layers that earlier ranks send. After the layers were set.
+
+    vLLM 0.32 does so for its second model runner only (`v1/worker/gpu/spec_decode/eagle/eagle3_utils.py`); the buffers
+    are the same ones.
+
+    Raises:
+        SettingsError: the model does not send layers from one pipeline rank to the next; `named` begins its text.
+    """
+    from vllm.v1.worker.gpu.spec_decode.eagle.eagle3_utils import (
+        reserve_aux_intermediate_tensor_slots,
+        verify_supports_aux_hidden_states_over_pp,
+    )
+
+    try:
+        verify_supports_aux_hidden_states_over_pp(model, "captured layers")
+    except ValueError as error:
+        raise SettingsError(f"{named}: {error}; use pipeline_parallel_size=1, or leave layers out") from None
+    reserve_aux_intermediate_tensor_slots(model)
+
+
 def attention_group_kinds(kv_cache_config: Any) -> tuple[str, ...]:
     """The kind of each KV-cache group, such as `full_attention`, in vLLM's own words."""
     from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind
 
     return tuple(str(get_kv_cache_spec_kind(g.kv_cache_spec).value) for g in kv_cache_config.kv_cache_groups)
+
+
+def prefix_replay_tokens(kv_cache_config: Any) -> int:
+    """Tokens of a hit that the engine computes again, the most of all groups."""
+    return max((int(g.kv_cache_spec.prefix_replay_tokens) for g in kv_cache_config.kv_cache_groups), default=0)
 
 
 def request_ids_are_randomised() -> bool:
@@ -156,7 +199,8 @@ def step_arrays(runner: Any, scheduler_output: SchedulerOutput, group_index: int
         )
     slots = table.block_table.np[row, blocks].astype(np.int64) * block_size + positions % block_size
     token_ids = np.where(batch.is_token_ids[row, positions], batch.token_ids_cpu[row, positions], UNKNOWN_TOKEN_ID)
-    return StepArrays(req_ids, starts, positions, slots, token_ids.astype(np.int64))
+    drafts = num_draft_tokens(scheduler_output, req_ids)
+    return StepArrays(req_ids, starts, positions, slots, token_ids.astype(np.int64), drafts)
 
 
 def in_process_worker(llm: Any) -> Any:
