@@ -51,5 +51,10 @@ def save_tiny_model(directory: Path) -> str:
     described = json.loads((directory / "config.json").read_text())
     described["architectures"] = [ARCHITECTURE]
     (directory / "config.json").write_text(json.dumps(described))
-    ModelRegistry.register_model(ARCHITECTURE, TwoOutputLlama)
+    register_tiny_model()
     return str(directory)
+
+
+def register_tiny_model() -> None:
+    """Tell vLLM in this process of the architecture; in an engine's other processes, a plugin of vLLM's calls it."""
+    ModelRegistry.register_model(ARCHITECTURE, TwoOutputLlama)
