@@ -51,6 +51,10 @@ class UnknownRequestError(SinkError, KeyError):
         return RuntimeError.__str__(self)
 
 
+class RequestNotEndedError(UnknownRequestError):
+    """The request is known and goes on, so its rows cannot be had yet; ask again after its end."""
+
+
 class AmbiguousRequestError(SinkError, KeyError):
     """A client's id stands for several requests; the message names their internal ids."""
 
