@@ -24,5 +24,9 @@ class RowsBeyondTableError(IntegrationError):
     """A row was computed at a position for which its request has no KV block, so it has no slot."""
 
 
+class LayersNotCapturedError(IntegrationError):
+    """A forward did not return the chosen layers, or the model hands out one of their keys itself."""
+
+
 class FlushTimeoutError(IntegrationError, TimeoutError):
     """Rows already computed did not reach the sink in time; names what they wait for."""

@@ -46,10 +46,17 @@ class OmniSettings:
     """How long a copy, a write or a read of the cache may take."""
     extra_row_bytes: int = 256
     """Staging bytes per token for outputs beside the hidden state."""
+    layers: tuple[int, ...] = ()
+    """Decoder layers whose outputs are captured as keys `hidden_states.layer_N`; ascending, each once."""
     on_error: OnError = OnError.ISOLATE
     """What an unexpected error of the cache does to the engine."""
     tap: bool = False
     """Keep every forward's rows in memory for verification. Grows without bound; for demonstrations and tests."""
+
+    @property
+    def captured_layers(self) -> tuple[int, ...]:
+        """`layers` of a stage that is enabled; none of another."""
+        return self.layers if self.enabled else ()
 
     @classmethod
     def from_additional_config(cls, additional_config: Any) -> OmniSettings:
@@ -92,6 +99,10 @@ def _checked(name: str, value: Any) -> Any:
             return _require(name, value, _is_int(value) and value >= 2, "an integer of at least 2")
         case "extra_row_bytes":
             return _require(name, value, _is_int(value) and value >= 0, "an integer of at least 0")
+        case "layers":
+            ok = isinstance(value, list | tuple) and all(_is_int(one) and one >= 0 for one in value)
+            ok = ok and len(set(value)) == len(value)
+            return tuple(sorted(_require(name, value, ok, "a list of different layer numbers of at least 0")))
         case "on_error":
             choices = [one.value for one in OnError]
             return OnError(_require(name, value, value in choices, " or ".join(map(repr, choices))))
