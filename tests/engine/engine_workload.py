@@ -70,7 +70,11 @@ class BlockHistory:
 class Engine:
     """One engine with greedy sampling. Use as a context manager: the next engine of a process needs this one gone."""
 
-    def __init__(self, model: str, *, cache: bool, block_size: int, num_blocks: int, **options):
+    def __init__(
+        self, model: str, *, cache: bool, block_size: int, num_blocks: int, settings: dict | None = None, **options
+    ):
+        """`settings` are further ones of Omni Core, `options` further ones of vLLM."""
+        section = {"enabled": cache, "sink": "memory", "on_error": "raise", "tap": True} | (settings or {})
         self.llm = LLM(
             model=model,
             dtype="float32",
@@ -81,7 +85,7 @@ class Engine:
             num_gpu_blocks_override=num_blocks,
             enable_prefix_caching=cache,
             worker_cls=WORKER,
-            additional_config={"omni_core": {"enabled": cache, "sink": "memory", "on_error": "raise", "tap": True}},
+            additional_config={"omni_core": section},
             **options,
         )
         self.session = stage_session(self.llm)
