@@ -27,14 +27,34 @@ class RequestEnd(Enum):
     """Delivered so far and completed by a flush; the engine has not said that it ended."""
 
 
+RequestKey = tuple[str, int]
+"""Internal id and use: one request of one engine run."""
+
+
+@dataclass(frozen=True, slots=True)
+class PossibleSample:
+    """What a request's id says if it is one of the samples of one client's request (`n > 1`).
+
+    It is one only if another sample of the same `group` was seen: a client may give such an id itself.
+    """
+
+    client_req_id: str
+    """The client's request whose sample it then is."""
+    group: str
+    """The same for all samples of that request, and for no other request."""
+    index: int
+    """From 0 on."""
+
+
 @dataclass(frozen=True, slots=True)
 class SinkDelivery:
     """The rows of one step for one request. Tensors are valid during `accept` only: a sink that keeps them copies."""
 
     req_id: str
-    """The engine's internal id, unique in this engine run."""
+    """The engine's internal id; unique in this engine run, together with `use`."""
     client_req_id: str | None
-    """The id the client gave, if it can be told from the internal one."""
+    """The internal id without what the engine put behind it, if it can be told: the id the client gave, or, for one
+    sample of several, that id behind the sample's index."""
     step_id: int
     ranges: tuple[TokenRange, ...]
     """Token positions delivered, ascending; row `i` of every tensor is the `i`-th position."""
@@ -43,6 +63,15 @@ class SinkDelivery:
     token_ids: npt.NDArray[np.int64]
     """`(num_rows,)`: the token at each delivered position."""
     leftovers: Mapping[str, Any] = field(default_factory=dict)
+    sample: PossibleSample | None = None
+    use: int = 0
+    """How many requests of this engine run had the same internal id before; above 0 only if the engine makes none of
+    its own."""
+
+    @property
+    def key(self) -> RequestKey:
+        """Which request of the engine run this belongs to."""
+        return self.req_id, self.use
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,16 +82,25 @@ class SinkRequestEnd:
     client_req_id: str | None
     end: RequestEnd
     missing: tuple[TokenRange, ...] = ()
-    """Positions promised and never delivered; empty for a whole request."""
+    """Positions that were not delivered: computed ones, and those of the prompt that were not computed before the end.
+    Empty for a whole request."""
     error: str | None = None
     """Why the request could not be served (FAILED)."""
+    sample: PossibleSample | None = None
+    use: int = 0
+    """As for `SinkDelivery`."""
+
+    @property
+    def key(self) -> RequestKey:
+        """Which request of the engine run this belongs to."""
+        return self.req_id, self.use
 
 
 class StageSink(ABC):
-    """Receives every delivery of a stage. Called by one thread (the builder), never by the engine thread.
+    """Receives every delivery of a stage. Called by one thread (the feeder), never by the engine thread.
 
-    An exception of `accept` or `finish` is recorded for that request and never reaches the engine; the sink then sees
-    no more of that request.
+    An exception of `accept` or `finish`, whatever its class, is recorded for that request and never reaches the engine;
+    the sink then sees no more of that request. A call that does not return costs rows, but never a step of the engine.
     """
 
     @abstractmethod

@@ -9,6 +9,8 @@ import re
 RESULT_PREFIX = "req-"
 RESULT_SUFFIX = ".safetensors"
 ERROR_SUFFIX = ".error.json"
+INDEX_NAME = "index.jsonl"
+"""Which file holds the request of which client, one line per file. Speeds the search up; the files are what counts."""
 PARTIAL_PREFIX = ".partial-"
 """Files being written. A crashed run leaves them behind; nothing reads them."""
 
@@ -17,11 +19,13 @@ _MAX_READABLE_CHARS = 80
 _DIGEST_CHARS = 32
 
 
-def request_file_stem(req_id: str) -> str:
-    """The name, without suffix, of a request's files: at most 120 ASCII characters of `[A-Za-z0-9_-]`.
+def request_file_stem(req_id: str, use: int = 0) -> str:
+    """The name, without suffix, of a request's files, in ASCII characters of `[A-Za-z0-9_-]`.
 
-    The readable part replaces everything else by `_` and is cut; 128 bits of the id's SHA-256 follow, so that two ids
-    share a name neither after that nor on a file system that ignores case.
+    At most 120 characters, plus the number of the use if the id was used before in the engine run. The readable part
+    replaces everything else by `_` and is cut; 128 bits of the id's SHA-256 follow, so that two ids share a name
+    neither after that nor on a file system that ignores case.
     """
     digest = hashlib.sha256(req_id.encode("utf-8", "surrogatepass")).hexdigest()[:_DIGEST_CHARS]
-    return f"{RESULT_PREFIX}{_UNSAFE.sub('_', req_id[:_MAX_READABLE_CHARS])}-{digest}"
+    stem = f"{RESULT_PREFIX}{_UNSAFE.sub('_', req_id[:_MAX_READABLE_CHARS])}-{digest}"
+    return stem if use == 0 else f"{stem}-{use + 1}"

@@ -3,11 +3,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Sequence
 
 from omni_core.runtime import Runtime, ThreadingRuntime
-from omni_core.sinks.base import RequestEnd, SinkDelivery, SinkRequestEnd, StageSink
-from omni_core.sinks.errors import AmbiguousRequestError, InvalidSinkOptionError, SinkClosedError, UnknownRequestError
+from omni_core.sinks.base import RequestEnd, RequestKey, SinkDelivery, SinkRequestEnd, StageSink
+from omni_core.sinks.errors import (
+    AmbiguousRequestError,
+    RequestNotEndedError,
+    SinkClosedError,
+    UnknownRequestError,
+)
+from omni_core.sinks.options import checked_bool, checked_count
+from omni_core.sinks.request_index import RequestIndex, RequestNames
 from omni_core.sinks.rows import RequestJoiner, StoredRequest
 
 _MAX_IDS_IN_MESSAGE = 20
@@ -16,7 +23,7 @@ _MAX_IDS_IN_MESSAGE = 20
 class MemorySink(StageSink):
     """Ended requests, newest last; the oldest are dropped above `max_requests`.
 
-    `accept`, `finish` and `close` belong to the builder thread. Every other method may be called from any thread and
+    `accept`, `finish` and `close` belong to the feeder thread. Every other method may be called from any thread and
     waits only for a short lock, never for a copy.
     """
 
@@ -29,20 +36,16 @@ class MemorySink(StageSink):
             runtime: where the lock comes from; `None` is `ThreadingRuntime()`.
 
         Raises:
-            InvalidSinkOptionError: `max_requests` is not an integer of at least 1.
+            InvalidSinkOptionError: an option is of another type, or `max_requests` is below 1.
         """
-        if not isinstance(max_requests, int) or isinstance(max_requests, bool) or max_requests < 1:
-            raise InvalidSinkOptionError(
-                f"memory sink: max_requests={max_requests!r}: must be an integer of at least 1"
-            )
-        self._max_requests = max_requests
-        self._keep_aborted = keep_aborted
+        self._max_requests = checked_count("memory", "max_requests", max_requests)
+        self._keep_aborted = checked_bool("memory", "keep_aborted", keep_aborted)
         self._joiner = RequestJoiner()
         self._lock = (runtime or ThreadingRuntime()).lock("memory-sink")
-        self._stored: dict[str, StoredRequest] = {}
-        self._client_of: dict[str, str | None] = {}
-        self._without_rows: dict[str, str] = {}
-        self._running: dict[str, str | None] = {}
+        self._index: RequestIndex[RequestKey] = RequestIndex()
+        self._stored: dict[RequestKey, StoredRequest] = {}
+        self._without_rows: dict[RequestKey, str] = {}
+        self._running: set[RequestKey] = set()
         self._closed = False
 
     def accept(self, delivery: SinkDelivery) -> None:
@@ -51,10 +54,11 @@ class MemorySink(StageSink):
         try:
             self._joiner.add(delivery)
         except Exception as error:
-            self._note(delivery.req_id, delivery.client_req_id, f"its rows do not fit together: {error}")
+            self._note(delivery, f"its rows do not fit together: {error}")
             raise
         with self._lock:
-            self._running.setdefault(delivery.req_id, delivery.client_req_id)
+            self._index.add(delivery.key, _names_of(delivery))
+            self._running.add(delivery.key)
 
     def finish(self, end: SinkRequestEnd) -> None:
         if self._closed:
@@ -62,67 +66,92 @@ class MemorySink(StageSink):
         try:
             stored = self._kept(end)
         except Exception as error:
-            self._note(end.req_id, end.client_req_id, f"its rows do not fit together: {error}")
+            self._note(end, f"its rows do not fit together: {error}")
             raise
         if stored is not None:
-            self._store(stored)
+            self._store(end, stored)
         elif end.end is RequestEnd.FAILED:
-            self._note(end.req_id, end.client_req_id, f"it failed: {end.error or 'no reason given'}")
+            self._note(end, f"it failed: {end.error or 'no reason given'}")
         else:
-            self._note(end.req_id, end.client_req_id, "it was aborted; keep_aborted=True keeps what came before")
+            self._note(end, "it was aborted; keep_aborted=True keeps what came before")
 
     def close(self) -> None:
         self._closed = True
         self._joiner.clear()
         with self._lock:
+            for key in self._running:
+                self._index.discard(key)
             self._running.clear()
 
     def request(self, request_id: str) -> StoredRequest:
-        """The one request behind an id, the engine's internal or the client's.
+        """The one request behind an id: the engine's internal one, or the client's.
+
+        A client's request with `n > 1` is several. An id that only looks like a sample's is the client's own, until
+        another sample of the same request has come.
 
         Raises:
             AmbiguousRequestError: the id stands for several requests (`n > 1`, or an id used again); names them.
             UnknownRequestError: no rows under this id; names the ids there are, or says why this one has none.
         """
         with self._lock:
-            found = self._internal_ids_of(request_id)
+            found = self._index.find(request_id)
             if len(found) == 1 and found[0] in self._stored:
                 return self._stored[found[0]]
             if len(found) > 1:
                 raise AmbiguousRequestError(
-                    f"request id {request_id!r} stands for {len(found)} requests: {_listed(found)}; "
+                    f"request id {request_id!r} stands for {len(found)} requests: {_listed(map(_shown, found))}; "
                     "ask with request_by_internal_id() or requests_of_client()"
                 )
-            raise self._no_rows(found[0] if found else request_id)
+            raise self._no_rows(request_id, found)
 
     def request_by_internal_id(self, req_id: str) -> StoredRequest:
-        """The request with this internal id, whatever clients called theirs.
+        """The request with this internal id, whatever clients called theirs. Of an id used again, the newest.
 
         Raises:
-            UnknownRequestError: no rows under this id.
+            UnknownRequestError: no rows under this id, or the newest request with it has none.
         """
         with self._lock:
-            if req_id in self._stored:
-                return self._stored[req_id]
-            raise self._no_rows(req_id)
+            newest = self._index.by_internal_id(req_id)[-1:]
+            if newest and newest[0] in self._stored:
+                return self._stored[newest[0]]
+            raise self._no_rows(req_id, newest)
 
     def requests_of_client(self, client_req_id: str) -> tuple[StoredRequest, ...]:
-        """Every stored request a client started under this id, in the order they ended; empty if there is none."""
+        """Every stored request a client started under this id, all samples, in the order they ended; may be empty."""
         with self._lock:
-            return tuple(kept for kept in self._stored.values() if kept.client_req_id == client_req_id)
+            found = frozenset(self._index.by_client_id(client_req_id))
+            return tuple(kept for key, kept in self._stored.items() if key in found)
 
     def take(self, request_id: str) -> StoredRequest:
         """As `request`, and the sink forgets it."""
         stored = self.request(request_id)
         with self._lock:
-            self._stored.pop(stored.req_id, None)
-            self._client_of.pop(stored.req_id, None)
+            key = (stored.req_id, stored.use)
+            if self._stored.pop(key, None) is not None:
+                self._index.discard(key)
         return stored
+
+    def take_all(self, request_id: str) -> tuple[StoredRequest, ...]:
+        """Every request with rows behind an id of either kind, in the order they ended, and the sink forgets them.
+
+        Raises:
+            RequestNotEndedError: one of them goes on; none is forgotten.
+            UnknownRequestError: none of them has rows; says why.
+        """
+        with self._lock:
+            found = self._index.find(request_id)
+            running = tuple(key for key in found if key in self._running)
+            kept = tuple(key for key in self._stored if key in found)
+            if running or not kept:
+                raise self._no_rows(request_id, running or found)
+            for key in kept:
+                self._index.discard(key)
+            return tuple(self._stored.pop(key) for key in kept)
 
     def request_ids(self) -> tuple[str, ...]:
         """Internal ids of the stored requests, in the order they ended."""
         with self._lock:
-            return tuple(self._stored)
+            return tuple(kept.req_id for kept in self._stored.values())
 
     def _kept(self, end: SinkRequestEnd) -> StoredRequest | None:
         collected = self._joiner.finish(end)
@@ -130,50 +159,59 @@ class MemorySink(StageSink):
             return None
         return collected.join()
 
-    def _store(self, stored: StoredRequest) -> None:
+    def _store(self, end: SinkRequestEnd, stored: StoredRequest) -> None:
         with self._lock:
-            self._running.pop(stored.req_id, None)
-            self._stored[stored.req_id] = stored
-            self._client_of[stored.req_id] = stored.client_req_id
-            dropped = None
+            self._running.discard(end.key)
+            self._without_rows.pop(end.key, None)
+            self._index.add(end.key, _names_of(end))
+            self._stored[end.key] = stored
             if len(self._stored) > self._max_requests:
-                dropped = self._stored.pop(next(iter(self._stored)))
-                self._remember(dropped.req_id, f"it was dropped for newer ones, max_requests={self._max_requests}")
+                oldest = next(iter(self._stored))
+                del self._stored[oldest]
+                self._remember(oldest, f"it was dropped for newer ones, max_requests={self._max_requests}")
 
-    def _note(self, req_id: str, client_req_id: str | None, reason: str) -> None:
+    def _note(self, of: SinkDelivery | SinkRequestEnd, reason: str) -> None:
         with self._lock:
-            self._running.pop(req_id, None)
-            if req_id not in self._stored:
-                self._client_of[req_id] = client_req_id
-                self._remember(req_id, reason)
+            self._running.discard(of.key)
+            if of.key not in self._stored:
+                self._index.add(of.key, _names_of(of))
+                self._remember(of.key, reason)
 
-    def _remember(self, req_id: str, reason: str) -> None:
-        self._without_rows[req_id] = reason
+    def _remember(self, key: RequestKey, reason: str) -> None:
+        self._without_rows[key] = reason
         while len(self._without_rows) > self._max_requests:
             forgotten = next(iter(self._without_rows))
             del self._without_rows[forgotten]
-            self._client_of.pop(forgotten, None)
+            self._index.discard(forgotten)
 
-    def _internal_ids_of(self, request_id: str) -> tuple[str, ...]:
-        known: Mapping[str, str | None] = {**self._client_of, **self._running}
-        return tuple(req_id for req_id, client_req_id in known.items() if request_id in (req_id, client_req_id))
+    def _no_rows(self, request_id: str, found: Sequence[RequestKey]) -> UnknownRequestError:
+        if found and found[0] in self._running:
+            return RequestNotEndedError(
+                f"request {_shown(found[0])} has not ended; flush the session or wait for its end"
+            )
+        if found:
+            return UnknownRequestError(f"request {_shown(found[0])} has no rows: {self._without_rows[found[0]]}")
+        return UnknownRequestError(f"no request {request_id!r}; ids kept: {_listed(self._kept_names())}")
 
-    def _no_rows(self, request_id: str) -> UnknownRequestError:
-        if request_id in self._running:
-            return UnknownRequestError(f"request {request_id!r} has not ended; flush the session or wait for its end")
-        if request_id in self._without_rows:
-            return UnknownRequestError(f"request {request_id!r} has no rows: {self._without_rows[request_id]}")
-        return UnknownRequestError(f"no request {request_id!r}; ids kept: {_listed(self._names())}")
-
-    def _names(self) -> tuple[str, ...]:
+    def _kept_names(self) -> tuple[str, ...]:
         return tuple(
-            kept.req_id if kept.client_req_id is None else f"{kept.req_id} (client's {kept.client_req_id})"
+            repr(kept.req_id if kept.client_req_id is None else f"{kept.req_id} (client's {kept.client_req_id})")
             for kept in self._stored.values()
         )
 
 
-def _listed(names: tuple[str, ...]) -> str:
+def _names_of(of: SinkDelivery | SinkRequestEnd) -> RequestNames:
+    return RequestNames(of.req_id, of.client_req_id, of.sample)
+
+
+def _shown(key: RequestKey) -> str:
+    req_id, use = key
+    return repr(req_id) if use == 0 else f"{req_id!r} (use {use + 1})"
+
+
+def _listed(shown: Iterable[str]) -> str:
+    names = tuple(shown)
     if not names:
         return "none"
     more = len(names) - _MAX_IDS_IN_MESSAGE
-    return ", ".join(map(repr, names[:_MAX_IDS_IN_MESSAGE])) + (f" and {more} more" if more > 0 else "")
+    return ", ".join(names[:_MAX_IDS_IN_MESSAGE]) + (f" and {more} more" if more > 0 else "")

@@ -15,7 +15,7 @@ import torch
 
 from omni_core.prefix_cache.config import HIDDEN_KEY
 from omni_core.prefix_cache.outputs import TokenRange
-from omni_core.sinks.base import RequestEnd, SinkDelivery, SinkRequestEnd
+from omni_core.sinks.base import PossibleSample, RequestEnd, RequestKey, SinkDelivery, SinkRequestEnd
 from omni_core.sinks.errors import (
     DuplicateRowsError,
     RequestEndedError,
@@ -36,7 +36,7 @@ class StoredRequest:
     ranges: tuple[TokenRange, ...]
     """Positions kept, ascending, disjoint and not adjacent: one range for a whole request."""
     missing: tuple[TokenRange, ...]
-    """Positions promised and never delivered."""
+    """Positions that were not delivered: computed ones, and those of the prompt not computed before the end."""
     rows: Mapping[str, torch.Tensor]
     """Key → CPU tensor `(num_rows, *trailing)`; row `i` belongs to the `i`-th position of `ranges_of(key)`."""
     token_ids: npt.NDArray[np.int64]
@@ -45,6 +45,10 @@ class StoredRequest:
     """Keys that came with some deliveries only, with the positions they cover."""
     leftovers: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     """Outputs without a row per token: the values in the order they came."""
+    sample: PossibleSample | None = None
+    """What the id says if this is one of several samples of one client's request."""
+    use: int = 0
+    """How many requests of the same engine run had the same internal id before."""
 
     @property
     def complete(self) -> bool:
@@ -132,6 +136,8 @@ class CollectedRequest:
             token_ids=np.concatenate(self.token_id_pieces) if self.token_id_pieces else np.empty(0, dtype=np.int64),
             key_ranges=self.key_ranges,
             leftovers=self.leftovers,
+            sample=self.end.sample,
+            use=self.end.use,
         )
 
 
@@ -237,17 +243,17 @@ class _Collector:
 
 
 class RequestJoiner:
-    """Collects deliveries of many requests. One thread only (the builder); blocks on nothing.
+    """Collects deliveries of many requests. One thread only (the feeder); blocks on nothing.
 
-    After an error of `add` or `finish` the request's rows are gone and its later rows are refused: the builder sends no
-    more of a request whose delivery raised, so nothing else would free them.
+    After an error of `add` or `finish` the request's rows are gone and its later rows are refused: the feeder sends no
+    more of a request whose delivery raised, so nothing else would free them. An id used again is another request.
     """
 
     def __init__(self, max_ended_ids: int = 65536) -> None:
         """`max_ended_ids`: how many ended requests are remembered to refuse rows that come after the end."""
         self._max_ended_ids = max_ended_ids
-        self._collectors: dict[str, _Collector] = {}
-        self._ended: dict[str, None] = {}
+        self._collectors: dict[RequestKey, _Collector] = {}
+        self._ended: dict[RequestKey, None] = {}
 
     def add(self, delivery: SinkDelivery) -> None:
         """Copy one delivery's rows.
@@ -257,15 +263,15 @@ class RequestJoiner:
             DuplicateRowsError: a position came before.
             RequestEndedError: the request has ended, or an earlier delivery of it raised.
         """
-        if delivery.req_id in self._ended:
+        if delivery.key in self._ended:
             raise RequestEndedError(
                 f"request {delivery.req_id!r}, step {delivery.step_id}: rows {list(delivery.ranges)} came after its end"
             )
-        collector = self._collectors.setdefault(delivery.req_id, _Collector(delivery.req_id))
+        collector = self._collectors.setdefault(delivery.key, _Collector(delivery.req_id))
         try:
             collector.add(delivery)
         except Exception:
-            self._forget(delivery.req_id)
+            self._forget(delivery.key)
             raise
 
     def finish(self, end: SinkRequestEnd) -> CollectedRequest:
@@ -276,19 +282,19 @@ class RequestJoiner:
             RowsMismatchError: a position is both delivered and missing.
             RequestEndedError: the request has ended before.
         """
-        if end.req_id in self._ended:
+        if end.key in self._ended:
             raise RequestEndedError(f"request {end.req_id!r} ended a second time, as {end.end.value}")
-        collector = self._collectors.get(end.req_id) or _Collector(end.req_id)
-        self._forget(end.req_id)
+        collector = self._collectors.get(end.key) or _Collector(end.req_id)
+        self._forget(end.key)
         return collector.collected(end)
 
     def clear(self) -> None:
         """Drop every request that has not ended."""
         self._collectors.clear()
 
-    def _forget(self, req_id: str) -> None:
-        self._collectors.pop(req_id, None)
-        self._ended[req_id] = None
+    def _forget(self, key: RequestKey) -> None:
+        self._collectors.pop(key, None)
+        self._ended[key] = None
         while len(self._ended) > self._max_ended_ids:
             del self._ended[next(iter(self._ended))]
 

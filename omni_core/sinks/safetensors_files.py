@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -16,8 +18,9 @@ import torch
 
 from omni_core.prefix_cache.config import HIDDEN_KEY
 from omni_core.prefix_cache.outputs import TokenRange
-from omni_core.sinks.base import RequestEnd, SinkDelivery, SinkRequestEnd, StageSink
-from omni_core.sinks.errors import InvalidRequestFileError, InvalidSinkOptionError, SinkClosedError
+from omni_core.sinks.base import PossibleSample, RequestEnd, SinkDelivery, SinkRequestEnd, StageSink
+from omni_core.sinks.errors import InvalidRequestFileError, SinkClosedError
+from omni_core.sinks.file_index import FileIndex, indexed_files
 from omni_core.sinks.file_names import (
     ERROR_SUFFIX,
     PARTIAL_PREFIX,
@@ -25,6 +28,8 @@ from omni_core.sinks.file_names import (
     RESULT_SUFFIX,
     request_file_stem,
 )
+from omni_core.sinks.options import checked_bool, checked_path
+from omni_core.sinks.request_index import RequestIndex, RequestNames
 from omni_core.sinks.rows import CollectedRequest, RequestJoiner, StoredRequest, positions_of
 from omni_core.sinks.safetensors_format import write_safetensors
 
@@ -35,6 +40,7 @@ TOKEN_IDS_TENSOR = "token_ids"
 
 _KEY_TENSOR_PREFIX = "key:"
 _RESERVED_TENSORS = frozenset({HIDDEN_TENSOR, TOKEN_IDS_TENSOR, "__metadata__"})
+_HEADER_LENGTH_BYTES = 8
 _FILE_MODE = 0o600
 _DIRECTORY_MODE = 0o700
 
@@ -44,8 +50,8 @@ class SafetensorsSink(StageSink):
 
     Rows wait in memory until their request ends; then the file is written beside its final name, forced to the disk
     and renamed, so a reader sees a whole file or none. A file of a crashed run starts with `.partial-` and is never
-    taken for a result. Files are for their owner only (0600). All methods belong to the builder thread and block on
-    the file system.
+    taken for a result. Files are for their owner only (0600). All methods belong to the feeder thread and block on
+    the file system. `index.jsonl` says which file holds the request of which client.
 
     What is written: a finished or flushed request; one with missing rows says `complete: false` and which; an aborted
     one only with `keep_aborted`; a failed one leaves its error in `….error.json` and no rows. Outputs without a row
@@ -64,14 +70,13 @@ class SafetensorsSink(StageSink):
             keep_aborted: whether an aborted request is written with what came before.
 
         Raises:
-            InvalidSinkOptionError: the directory is empty text.
+            InvalidSinkOptionError: an option is of another type, or the directory is empty text.
             OSError: the directory cannot be made, or is something else.
         """
-        if not os.fspath(directory):
-            raise InvalidSinkOptionError("safetensors sink: directory='' names no directory; give a path")
-        self._directory = Path(directory).absolute()
-        self._overwrite = overwrite
-        self._keep_aborted = keep_aborted
+        self._directory = Path(checked_path("safetensors", "directory", directory)).absolute()
+        self._overwrite = checked_bool("safetensors", "overwrite", overwrite)
+        self._keep_aborted = checked_bool("safetensors", "keep_aborted", keep_aborted)
+        self._index = FileIndex(self._directory)
         self._joiner = RequestJoiner()
         self._closed = False
         self._directory.mkdir(mode=_DIRECTORY_MODE, parents=True, exist_ok=True)
@@ -90,7 +95,7 @@ class SafetensorsSink(StageSink):
         if self._closed:
             raise SinkClosedError(f"safetensors sink: the end of request {end.req_id!r} came after close()")
         collected = self._joiner.finish(end)
-        stem = request_file_stem(end.req_id)
+        stem = request_file_stem(end.req_id, end.use)
         if end.end is RequestEnd.FAILED:
             record = json.dumps(_error_record(end), indent=2).encode("ascii")
             self._publish(stem + ERROR_SUFFIX, lambda file: file.write(record))
@@ -98,6 +103,7 @@ class SafetensorsSink(StageSink):
             tensors, names = _tensors_of(collected)
             metadata = _metadata_of(collected, names)
             self._publish(stem + RESULT_SUFFIX, lambda file: write_safetensors(file, tensors, metadata))
+            self._index.append(stem + RESULT_SUFFIX, RequestNames(end.req_id, end.client_req_id, end.sample))
 
     def close(self) -> None:
         self._closed = True
@@ -147,6 +153,94 @@ def read_request_file(path: str | os.PathLike[str]) -> StoredRequest:
             names: list[str] = file.keys()
             tensors = {tensor: file.get_tensor(tensor) for tensor in names}
             return _stored_request(tensors, {key: json.loads(text) for key, text in metadata.items()})
+    except (SafetensorError, ValueError, KeyError, TypeError) as error:
+        raise InvalidRequestFileError(f"{os.fspath(path)}: not a whole request file: {error}") from error
+
+
+def read_requests_of_client(directory: str | os.PathLike[str], client_req_id: str) -> tuple[StoredRequest, ...]:
+    """Every request with rows that a client started under this id: one, or all samples of it. Any thread.
+
+    Reads the index and opens the files it leads to; a file that the index does not name (its writer was killed) is
+    opened to see whose it is. Needs the `sinks` extra.
+
+    Args:
+        directory: where a `SafetensorsSink` writes or wrote.
+        client_req_id: the client's id. An id that only looks like a sample's is found under itself alone, unless
+            another sample of the same request lies here.
+
+    Returns:
+        In the order the requests ended, as far as the index tells; empty if there is none.
+
+    Raises:
+        InvalidRequestFileError: a file is not a whole request.
+        OSError: a file cannot be read. One that disappears meanwhile is left out.
+    """
+    index: RequestIndex[str] = RequestIndex()
+    there = {path.name: path for path in request_files(directory)}
+    known = {name: names for name, names in indexed_files(Path(directory)).items() if name in there}
+    for name in (*known, *(name for name in there if name not in known)):
+        with suppress(FileNotFoundError):
+            index.add(name, known.get(name) or _names_in(there[name]))
+    found = []
+    for name in index.by_client_id(client_req_id):
+        with suppress(FileNotFoundError):
+            found.append(read_request_file(there[name]))
+    return tuple(found)
+
+
+def request_file_bytes(stored: StoredRequest) -> bytes:
+    """What `SafetensorsSink` would write for this request, to be sent instead. Any thread; copies every row once.
+
+    Raises:
+        RowsMismatchError: a dtype the format has no name for.
+    """
+    end = SinkRequestEnd(
+        stored.req_id, stored.client_req_id, stored.end, stored.missing, sample=stored.sample, use=stored.use
+    )
+    collected = CollectedRequest(
+        end=end,
+        ranges=stored.ranges,
+        pieces={key: [rows] for key, rows in stored.rows.items()},
+        token_id_pieces=[stored.token_ids],
+        key_ranges=stored.key_ranges,
+        leftovers=stored.leftovers,
+    )
+    tensors, names = _tensors_of(collected)
+    file = io.BytesIO()
+    write_safetensors(file, tensors, _metadata_of(collected, names))
+    return file.getvalue()
+
+
+def read_request_bytes(content: bytes) -> StoredRequest:
+    """Read what `request_file_bytes` made, or the content of a request's file. Any thread. Needs the `sinks` extra.
+
+    Raises:
+        InvalidRequestFileError: not a request's file, cut short, or of another format version.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load
+
+    source = f"{len(content)} bytes"
+    try:
+        tensors = load(content)
+        header_bytes = int.from_bytes(content[:_HEADER_LENGTH_BYTES], "little")
+        header = json.loads(content[_HEADER_LENGTH_BYTES : _HEADER_LENGTH_BYTES + header_bytes])
+        metadata = header.get("__metadata__", {})
+        _check_format(source, metadata)
+        return _stored_request(tensors, {key: json.loads(text) for key, text in metadata.items()})
+    except (SafetensorError, ValueError, KeyError, TypeError) as error:
+        raise InvalidRequestFileError(f"{source}: not a whole request file: {error}") from error
+
+
+def _names_in(path: Path) -> RequestNames:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(os.fspath(path), framework="pt") as file:
+            metadata = file.metadata() or {}
+            _check_format(os.fspath(path), metadata)
+            values = {key: json.loads(text) for key, text in metadata.items()}
+            return RequestNames(values["req_id"], values["client_req_id"], _sample(values.get("sample")))
     except (SafetensorError, ValueError, KeyError, TypeError) as error:
         raise InvalidRequestFileError(f"{os.fspath(path)}: not a whole request file: {error}") from error
 
@@ -204,6 +298,8 @@ def _metadata_of(collected: CollectedRequest, names: Mapping[str, str]) -> dict[
         "keys": names,
         "key_ranges": collected.key_ranges,
         "leftover_keys": sorted(collected.leftovers),
+        "sample": None if end.sample is None else asdict(end.sample),
+        "use": end.use,
     }
     return {name: json.dumps(value) for name, value in values.items()}
 
@@ -239,6 +335,8 @@ def _stored_request(tensors: Mapping[str, torch.Tensor], values: Mapping[str, An
         rows={key: tensors[name] for name, key in values["keys"].items()},
         token_ids=np.asarray(tensors[TOKEN_IDS_TENSOR].numpy(), dtype=np.int64),
         key_ranges={key: _ranges(covered) for key, covered in values["key_ranges"].items()},
+        sample=_sample(values.get("sample")),
+        use=int(values.get("use", 0)),
     )
     counts = {key: len(rows) for key, rows in stored.rows.items()} | {TOKEN_IDS_TENSOR: len(stored.token_ids)}
     for key, count in counts.items():
@@ -250,3 +348,7 @@ def _stored_request(tensors: Mapping[str, torch.Tensor], values: Mapping[str, An
 
 def _ranges(pairs: Sequence[Sequence[int]]) -> tuple[TokenRange, ...]:
     return tuple((int(start), int(stop)) for start, stop in pairs)
+
+
+def _sample(fields: Mapping[str, Any] | None) -> PossibleSample | None:
+    return None if fields is None else PossibleSample(**fields)

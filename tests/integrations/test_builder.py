@@ -1,98 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The builder thread: every saved step reaches the sink, in order, and no failure of it reaches the engine."""
+"""The builder: every saved step reaches the sink, in order, with its tokens, and every request its end."""
 
 import json
 import threading
-from contextlib import contextmanager
 
-import numpy as np
 import pytest
-import torch
+from delivery_rig import AT_ONCE_S, BOUND_S, RecordingSink, ScriptedCache, deliver, running, step
 
-from omni_core.integrations.vllm.builder import BuiltStep, StageBuilder, StartedRequest
+from omni_core.integrations.vllm.builder import StartedRequest
 from omni_core.integrations.vllm.errors import FlushTimeoutError
 from omni_core.prefix_cache.config import HIDDEN_KEY
 from omni_core.prefix_cache.errors import HitRowsAbsentError
-from omni_core.prefix_cache.outputs import RequestRows, StageCacheOutputs
-from omni_core.runtime import ThreadingRuntime
-from omni_core.sinks.base import RequestEnd, StageSink
-
-BOUND_S = 20.0
-AT_ONCE_S = 0.05
-
-
-class ScriptedCache:
-    """Answers `materialize` from a script; a request's row at a position is the position itself."""
-
-    def __init__(self):
-        self.outputs = {}
-        self.released = []
-
-    def script(self, step_id, served, failed=None):
-        self.outputs[step_id] = (served, failed or {})
-
-    def materialize(self, step_id, req_ids, sampled_counts=None):
-        served, failed = self.outputs[step_id]
-        if isinstance(served, Exception):
-            raise served
-        rows = {
-            req_id: RequestRows(req_id, tuple(ranges), {HIDDEN_KEY: rows_at(ranges)})
-            for req_id, ranges in served.items()
-        }
-        return StageCacheOutputs(step_id, rows, failed, lambda: self.released.append(step_id))
-
-
-class RecordingSink(StageSink):
-    """Writes down what it is told; `gate` holds `accept` back, `broken` names requests whose calls raise."""
-
-    def __init__(self):
-        self.told = []
-        self.gate = threading.Event()
-        self.gate.set()
-        self.entered = threading.Event()
-        self.broken = {}
-        self.closed = threading.Event()
-        self.threads = set()
-
-    def accept(self, delivery):
-        self.threads.add(threading.current_thread().name)
-        self.entered.set()
-        assert self.gate.wait(BOUND_S)
-        self._maybe_raise("accept", delivery.req_id)
-        rows = {key: value.flatten().tolist() for key, value in delivery.rows.items()}
-        tokens = delivery.token_ids.tolist()
-        self.told.append(("rows", delivery.req_id, delivery.step_id, delivery.ranges, rows, tokens))
-
-    def finish(self, end):
-        self._maybe_raise("finish", end.req_id)
-        self.told.append(("end", end.req_id, end.end, end.missing, end.error))
-
-    def close(self):
-        self.closed.set()
-
-    def _maybe_raise(self, call, req_id):
-        if self.broken.get(req_id) == call:
-            raise OSError(f"{call} of {req_id} is broken")
-
-    def of(self, req_id):
-        return [entry for entry in self.told if entry[1] == req_id]
-
-
-def rows_at(ranges):
-    return torch.tensor([[float(p)] for start, stop in ranges for p in range(start, stop)])
-
-
-def step(step_id, **runs):
-    """`a=(first, tokens)`: request `a` computed `tokens` from position `first` on."""
-    lengths = [len(tokens) for _, tokens in runs.values()]
-    positions = [np.arange(first, first + len(tokens)) for first, tokens in runs.values()]
-    return BuiltStep(
-        step_id,
-        tuple(runs),
-        np.concatenate(([0], np.cumsum(lengths))),
-        np.concatenate(positions),
-        np.concatenate([np.asarray(tokens) for _, tokens in runs.values()]),
-    )
+from omni_core.sinks.base import RequestEnd
 
 
 @pytest.fixture
@@ -103,22 +22,6 @@ def cache():
 @pytest.fixture
 def sink():
     return RecordingSink()
-
-
-@contextmanager
-def running(cache, sink, **options):
-    options = {"max_open_steps": 2, "room_timeout_s": BOUND_S, "runtime": ThreadingRuntime()} | options
-    builder = StageBuilder(cache, sink, client_req_id_of=lambda req_id: f"client of {req_id}", **options)
-    try:
-        yield builder
-    finally:
-        sink.gate.set()
-        assert builder.close(BOUND_S)
-
-
-def deliver(builder, one):
-    assert builder.room_for_step()
-    builder.submit(one)
 
 
 def test_rows_come_with_the_tokens_at_their_positions_hits_included(cache, sink):
@@ -153,14 +56,15 @@ def test_the_end_of_a_request_comes_after_its_last_rows(cache, sink):
         assert [entry[0] for entry in sink.of("b")] == ["rows", "rows"]
 
 
-def test_the_sink_is_called_by_the_builders_thread_only_and_closed_by_it(cache, sink):
+def test_the_sink_is_called_and_closed_by_the_feeders_thread_only(cache, sink):
     bound = []
     cache.script(1, {"a": [(0, 1)]})
     with running(cache, sink, bind_thread=lambda: bound.append(threading.current_thread().name)) as builder:
         builder.news([StartedRequest("a", [1], 0)], [])
         deliver(builder, step(1, a=(0, [1])))
     assert sink.closed.is_set()
-    assert bound == list(sink.threads) == ["omni-core-builder"]
+    assert bound == ["omni-core-builder"]
+    assert sink.threads == {"omni-core-feeder"}
 
 
 def test_a_request_the_cache_cannot_serve_fails_with_its_reason_and_the_others_are_whole(cache, sink):
@@ -190,69 +94,9 @@ def test_a_step_that_cannot_be_read_fails_its_requests_and_the_next_step_goes_on
         builder.flush(BOUND_S)
         report = builder.report()
     assert sink.of("a")[0][2] is RequestEnd.FAILED
-    assert "step 1 could not be read: the copy of step 1 failed" in sink.of("a")[0][4]
+    assert "step 1 could not be read: RuntimeError: the copy of step 1 failed" in sink.of("a")[0][4]
     assert [entry[0] for entry in sink.of("b")] == ["rows", "end"]
     assert len(report["stage_errors"]) == 1
-
-
-@pytest.mark.parametrize("call", ["accept", "finish"])
-def test_a_sink_that_raises_loses_that_request_only(cache, sink, call):
-    sink.broken = {"a": call}
-    cache.script(1, {"a": [(0, 1)], "b": [(0, 1)]})
-    cache.script(2, {"a": [(1, 2)], "b": [(1, 2)]})
-    with running(cache, sink) as builder:
-        builder.news([StartedRequest("a", [1], 0), StartedRequest("b", [2], 0)], [])
-        deliver(builder, step(1, a=(0, [1]), b=(0, [2])))
-        deliver(builder, step(2, a=(1, [3]), b=(1, [4])))
-        builder.news([], ["a", "b"])
-        builder.flush(BOUND_S)
-        report = builder.report()
-    assert [entry[0] for entry in sink.of("b")] == ["rows", "rows", "end"]
-    assert [entry[0] for entry in sink.of("a")] == ([] if call == "accept" else ["rows", "rows"])
-    assert report["sink_errors"] == {"a": f"the sink's {call}() raised OSError: {call} of a is broken"}
-    assert cache.released == [1, 2]
-
-
-class WaitsOfTheEngine(ThreadingRuntime):
-    """Counts the waits of the thread that made it."""
-
-    def __init__(self):
-        self.count = 0
-        self._engine = threading.current_thread()
-
-    def condition(self, lock, name):
-        inner, outer = super().condition(lock, name), self
-
-        class Counted:
-            def wait_for(self, predicate, timeout_s):
-                outer.count += threading.current_thread() is outer._engine
-                return inner.wait_for(predicate, timeout_s)
-
-            def notify_all(self):
-                inner.notify_all()
-
-        return Counted()
-
-
-def test_a_stalled_sink_delays_the_engine_once_per_stall(cache, sink):
-    waits = WaitsOfTheEngine()
-    cache.script(1, {"a": [(0, 1)]})
-    cache.script(2, {"a": [(1, 2)]})
-    with running(cache, sink, max_open_steps=1, room_timeout_s=AT_ONCE_S, runtime=waits) as builder:
-        builder.news([StartedRequest("a", [1], 0)], [])
-        for number, one in enumerate((step(1, a=(0, [1])), step(2, a=(1, [2]))), start=1):
-            sink.gate.clear()
-            sink.entered.clear()
-            waits.count = 0
-            deliver(builder, one)
-            assert waits.count == 0
-            assert sink.entered.wait(BOUND_S)
-            assert not builder.room_for_step()
-            assert not builder.room_for_step()
-            assert waits.count == 1
-            assert builder.report()["stalls"] == number
-            sink.gate.set()
-            builder.flush(BOUND_S, still_running=["a"])
 
 
 def test_rows_of_a_step_given_up_come_later_with_their_tokens(cache, sink):
@@ -312,7 +156,7 @@ def test_a_flush_that_cannot_complete_says_what_it_waits_for(cache, sink):
         builder.news([StartedRequest("a", [1], 0)], [])
         deliver(builder, step(1, a=(0, [1])))
         assert sink.entered.wait(BOUND_S)
-        with pytest.raises(FlushTimeoutError, match="busy with step 1 of 1 requests"):
+        with pytest.raises(FlushTimeoutError, match=r"busy with the sink's accept\(\) for request 'a'"):
             builder.flush(AT_ONCE_S)
         sink.gate.set()
         builder.flush(BOUND_S)

@@ -9,10 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from omni_core.integrations.vllm.ledger import UNKNOWN_TOKEN_ID, RequestLedger
+from omni_core.integrations.vllm.request_ids import ClientRequest
 
 
 def ledger(prompt=(10, 11, 12, 13), skipped=0):
-    return RequestLedger("a-00000000", "a", prompt, skipped)
+    return RequestLedger("a-00000000", ClientRequest("a", None), prompt, skipped)
 
 
 def ran(one, first, *token_ids):
@@ -44,9 +45,9 @@ def test_tokens_far_beyond_the_prompt_are_kept():
 def test_a_whole_request_misses_nothing():
     one = ledger(skipped=3)
     ran(one, 3, 13)
-    one.note_delivered([(0, 4)])
+    one.note_fed([(0, 4)])
     assert one.missing(whole_prefix=True) == ()
-    assert one.rows_delivered == 4
+    assert one.rows_fed == 4
 
 
 def test_undelivered_positions_are_missing():
@@ -54,8 +55,8 @@ def test_undelivered_positions_are_missing():
     ran(one, 0, 10, 11, 12, 13)
     ran(one, 4, 20)
     ran(one, 5, 21)
-    one.note_delivered([(0, 2)])
-    one.note_delivered([(4, 5)])
+    one.note_fed([(0, 2)])
+    one.note_fed([(4, 5)])
     assert one.missing(whole_prefix=True) == ((2, 4), (5, 6))
 
 
@@ -72,7 +73,7 @@ def test_a_request_that_never_ran_misses_nothing():
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 5)), max_size=12), st.randoms())
 def test_missing_is_what_was_computed_and_not_delivered_in_any_order(runs, random):
-    one, at, delivered, missing = ledger(), 0, [], set()
+    one, at, delivered, missing = ledger(prompt=None), 0, [], set()
     for was_delivered, length in runs:
         ran(one, at, *range(length))
         span = (at, at + length)
@@ -81,7 +82,7 @@ def test_missing_is_what_was_computed_and_not_delivered_in_any_order(runs, rando
         at += length
     random.shuffle(delivered)
     for span in delivered:
-        one.note_delivered([span])
+        one.note_fed([span])
     reported = one.missing(whole_prefix=True)
     assert {position for start, stop in reported for position in range(start, stop)} == missing
     assert all(stop < start for (_, stop), (start, _) in pairwise(reported))

@@ -276,7 +276,7 @@ def test_an_error_of_the_cache_stops_the_step_where_that_is_wanted(stages, monke
 
 def stage_with_a_stalled_sink(stages, monkeypatch):
     """A stage whose sink hangs in the first step of request a, and the event that lets it go on."""
-    stage = stages(staging_depth=2, staging_claim_timeout_s=0.05)
+    stage = stages(staging_depth=2, staging_claim_timeout_s=0.05, sink_queue_bytes=1)
     gate, entered = threading.Event(), threading.Event()
     accept = stage.session.sink.accept
 

@@ -4,7 +4,7 @@
 import pytest
 
 from omni_core.integrations.vllm.errors import SettingsError
-from omni_core.integrations.vllm.settings import OmniSettings, OnError
+from omni_core.integrations.vllm.settings import OmniSettings, OnError, OnSlowSink
 
 
 def read(**section):
@@ -25,6 +25,9 @@ def test_every_setting_is_read():
         staging_depth=6,
         staging_claim_timeout_s=2,
         join_timeout_s=3.5,
+        on_slow_sink="wait",
+        sink_queue_bytes=1 << 20,
+        shutdown_timeout_s=9,
         extra_row_bytes=1024,
         on_error="raise",
         tap=True,
@@ -37,6 +40,9 @@ def test_every_setting_is_read():
         staging_depth=6,
         staging_claim_timeout_s=2.0,
         join_timeout_s=3.5,
+        on_slow_sink=OnSlowSink.WAIT,
+        sink_queue_bytes=1 << 20,
+        shutdown_timeout_s=9.0,
         extra_row_bytes=1024,
         on_error=OnError.RAISE,
         tap=True,
@@ -72,6 +78,10 @@ def test_an_unknown_setting_without_a_near_one_lists_them_all():
         ("staging_depth", 2.0),
         ("extra_row_bytes", -1),
         ("on_error", "ignore"),
+        ("on_slow_sink", "block"),
+        ("sink_queue_bytes", 0),
+        ("sink_queue_bytes", 1.5),
+        ("shutdown_timeout_s", 0),
         ("staging_claim_timeout_s", 0),
         ("staging_claim_timeout_s", float("inf")),
         ("join_timeout_s", float("nan")),

@@ -1,18 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """The memory sink: asked by either id, from any thread, bounded, and never a wrong request's rows."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from omni_core.runtime import ThreadingRuntime
-from omni_core.sinks.base import RequestEnd
+from omni_core.sinks.base import PossibleSample, RequestEnd
 from omni_core.sinks.errors import AmbiguousRequestError, InvalidSinkOptionError, UnknownRequestError
 from omni_core.sinks.memory import MemorySink
 
 
-def store(sink, make, req_id, client=None, count=4):
-    sink.accept(make.delivery(req_id, (0, count), client=client))
-    sink.finish(make.ended(req_id, client=client))
+def store(sink, make, req_id, client=None, count=4, **names):
+    sink.accept(replace(make.delivery(req_id, (0, count), client=client), **names))
+    sink.finish(replace(make.ended(req_id, client=client), **names))
 
 
 def test_rows_by_the_engines_id_or_the_clients(make):
@@ -24,12 +26,44 @@ def test_rows_by_the_engines_id_or_the_clients(make):
 
 def test_parallel_samples_of_one_client_id_are_named_not_guessed(make):
     sink = MemorySink()
-    for child in ("0_0-81bdb22f", "1_0-81bdb22f"):
-        store(sink, make, child, client="0")
-    with pytest.raises(AmbiguousRequestError, match="'0_0-81bdb22f', '1_0-81bdb22f'"):
-        sink.request("0")
-    assert [stored.req_id for stored in sink.requests_of_client("0")] == ["0_0-81bdb22f", "1_0-81bdb22f"]
-    make.assert_rows_of(sink.request("1_0-81bdb22f"), "1_0-81bdb22f", range(4))
+    for index in (0, 1):
+        store(sink, make, f"{index}_a-81bdb22f", f"{index}_a", sample=PossibleSample("a", "a-81bdb22f", index))
+    with pytest.raises(AmbiguousRequestError, match="'0_a-81bdb22f', '1_a-81bdb22f'"):
+        sink.request("a")
+    assert [stored.req_id for stored in sink.requests_of_client("a")] == ["0_a-81bdb22f", "1_a-81bdb22f"]
+    make.assert_rows_of(sink.request("1_a"), "1_a-81bdb22f", range(4))
+    make.assert_rows_of(sink.request("1_a-81bdb22f"), "1_a-81bdb22f", range(4))
+    assert sink.request("0_a").sample == PossibleSample("a", "a-81bdb22f", 0)
+
+
+def test_a_clients_own_id_that_looks_like_a_samples_is_its_own(make):
+    sink = MemorySink()
+    store(sink, make, "0_a-81bdb22f", "0_a", sample=PossibleSample("a", "a-81bdb22f", 0))
+    make.assert_rows_of(sink.request("0_a"), "0_a-81bdb22f", range(4))
+    with pytest.raises(UnknownRequestError, match="no request 'a'"):
+        sink.request("a")
+
+
+def test_an_id_used_again_never_answers_with_the_first_requests_rows(make):
+    sink = MemorySink()
+    store(sink, make, "a", "a", count=3)
+    store(sink, make, "a", "a", count=4, use=1)
+    with pytest.raises(AmbiguousRequestError, match=r"'a', 'a' \(use 2\)"):
+        sink.request("a")
+    make.assert_rows_of(sink.request_by_internal_id("a"), "a", range(4))
+    sink.accept(replace(make.delivery("a", (0, 5), client="a"), use=2))
+    with pytest.raises(UnknownRequestError, match=r"'a' \(use 3\) has not ended"):
+        sink.request_by_internal_id("a")
+
+
+def test_the_index_is_as_bounded_as_the_requests(make):
+    sink = MemorySink(max_requests=2)
+    for number in range(50):
+        store(sink, make, f"{number}", f"client {number}")
+    for number in range(46):
+        assert sink.requests_of_client(f"client {number}") == ()
+        with pytest.raises(UnknownRequestError, match="no request"):
+            sink.request(f"client {number}")
 
 
 def test_a_client_id_that_looks_like_anothers_internal_id_never_gives_its_rows(make):
@@ -102,6 +136,12 @@ def test_take_gives_the_rows_up(make):
     store(sink, make, "a-1", client="a")
     make.assert_rows_of(sink.take("a"), "a-1", range(4))
     assert sink.request_ids() == ()
+
+
+@pytest.mark.parametrize("value", ["false", 1, None])
+def test_a_text_or_number_does_not_pass_for_a_truth_value(value):
+    with pytest.raises(InvalidSinkOptionError, match=f"keep_aborted={value!r}: must be true or false"):
+        MemorySink(keep_aborted=value)
 
 
 @pytest.mark.parametrize("value", [0, -1, True, 2.0, "3"])

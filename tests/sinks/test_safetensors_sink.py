@@ -5,9 +5,6 @@ import json
 import os
 import resource
 import stat
-import subprocess
-import sys
-import textwrap
 from dataclasses import replace
 
 import pytest
@@ -17,10 +14,10 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from omni_core.prefix_cache.config import HIDDEN_KEY
-from omni_core.sinks.base import RequestEnd
+from omni_core.sinks.base import PossibleSample, RequestEnd
 from omni_core.sinks.errors import InvalidRequestFileError, InvalidSinkOptionError, RowsMismatchError
 from omni_core.sinks.file_names import request_file_stem
-from omni_core.sinks.safetensors_files import SafetensorsSink, read_request_file, request_files
+from omni_core.sinks.safetensors_files import SafetensorsSink, read_request_file, read_requests_of_client, request_files
 
 
 def store(sink, make, req_id, count=4, **kwargs):
@@ -58,6 +55,8 @@ def test_what_a_plain_safetensors_reader_sees(tmp_path, make):
         "keys": {"hidden_states": HIDDEN_KEY, "codes.audio": "codes.audio"},
         "key_ranges": {},
         "leftover_keys": [],
+        "sample": None,
+        "use": 0,
     }
 
 
@@ -114,7 +113,7 @@ def test_files_and_new_directories_are_their_owners_alone(tmp_path, make):
         os.umask(before)
     assert stat.S_IMODE(sink.directory.stat().st_mode) == 0o700
     files = list(sink.directory.iterdir())
-    assert len(files) == 2
+    assert len(files) == 3
     assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {0o600}
 
 
@@ -167,7 +166,7 @@ def test_a_file_that_is_there_is_not_replaced_without_being_told(tmp_path, make)
     with pytest.raises(FileExistsError, match="overwrite=False"):
         second.finish(make.ended("r"))
     make.assert_rows_of(read_request_file(only_file(second)), "r", range(4))
-    assert len(list(tmp_path.iterdir())) == 1
+    assert {path.name for path in tmp_path.iterdir()} == {only_file(second).name, "index.jsonl"}
 
     third = SafetensorsSink(tmp_path, overwrite=True)
     store(third, make, "r", count=9)
@@ -197,7 +196,7 @@ def test_a_full_disk_is_an_os_error_of_that_request_and_leaves_nothing(tmp_path,
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     store(sink, make, "after")
     assert sorted(read_request_file(path).req_id for path in request_files(tmp_path)) == ["after", "before"]
-    assert len(list(tmp_path.iterdir())) == 2
+    assert not list(tmp_path.glob(".*"))
 
 
 def test_a_directory_that_went_away_is_an_os_error(tmp_path, make):
@@ -208,38 +207,13 @@ def test_a_directory_that_went_away_is_an_os_error(tmp_path, make):
         sink.finish(make.ended("r"))
 
 
-def test_a_process_killed_while_writing_leaves_no_result(tmp_path):
-    killed_while_writing = f"""
-        import os, signal, sys
-        import numpy as np, torch
-        from omni_core.prefix_cache.config import HIDDEN_KEY
-        from omni_core.sinks.base import RequestEnd, SinkDelivery, SinkRequestEnd
-        from omni_core.sinks.safetensors_files import SafetensorsSink
-
-        class DiesAtFsync:
-            def __call__(self, descriptor):
-                os.kill(os.getpid(), signal.SIGKILL)
-
-        sink = SafetensorsSink({str(tmp_path)!r})
-        rows = {{HIDDEN_KEY: torch.zeros(9, 3)}}
-        sink.accept(SinkDelivery("r", None, 0, ((0, 9),), rows, np.zeros(9, dtype=np.int64)))
-        os.fsync = DiesAtFsync()
-        sink.finish(SinkRequestEnd("r", None, RequestEnd.FINISHED))
-    """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(killed_while_writing)], check=False)
-    assert done.returncode == -9
-    (left,) = tmp_path.iterdir()
-    assert left.name.startswith(".partial-")
-    assert request_files(tmp_path) == ()
-    with pytest.raises(InvalidRequestFileError, match="this is not one"):
-        read_request_file(left)
-
-
 def test_the_next_run_is_not_bothered_by_a_crashed_runs_leftovers(tmp_path, make):
     (tmp_path / ".partial-1-00").write_bytes(b"half")
     sink = SafetensorsSink(tmp_path)
     store(sink, make, "r")
     make.assert_rows_of(read_request_file(only_file(sink)), "r", range(4))
+    with pytest.raises(InvalidRequestFileError, match="this is not one"):
+        read_request_file(tmp_path / ".partial-1-00")
 
 
 def test_a_failed_request_leaves_its_error_and_no_rows(tmp_path, make):
@@ -295,3 +269,66 @@ def test_files_that_are_not_whole_requests_are_refused(tmp_path, make):
             read_request_file(path)
     with pytest.raises(FileNotFoundError):
         read_request_file(tmp_path / "req-none.safetensors")
+
+
+@pytest.mark.parametrize("option", ["overwrite", "keep_aborted"])
+@pytest.mark.parametrize("value", ["false", "true", 0, 1, None])
+def test_a_text_or_number_does_not_pass_for_a_truth_value(tmp_path, option, value):
+    with pytest.raises(InvalidSinkOptionError, match=f"{option}={value!r}: must be true or false"):
+        SafetensorsSink(tmp_path / "rows", **{option: value})
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("value", [None, 3, b"rows", "a\0b", ["rows"]])
+def test_a_directory_that_is_no_path_is_refused(value):
+    with pytest.raises(InvalidSinkOptionError, match=r"directory=.*: must be the path of a directory"):
+        SafetensorsSink(value)
+
+
+def sample(client, group, index):
+    return PossibleSample(client, f"{client}-{group}", index)
+
+
+def store_named(sink, make, req_id, client, possible=None):
+    sink.accept(replace(make.delivery(req_id, (0, 4), client=client), sample=possible))
+    sink.finish(replace(make.ended(req_id, client=client), sample=possible))
+
+
+def test_requests_of_a_client_are_found_by_its_id_all_samples_and_nobody_elses(tmp_path, make):
+    sink = SafetensorsSink(tmp_path)
+    store_named(sink, make, "a-00000000", "a")
+    store_named(sink, make, "0_foo-81bdb22f", "0_foo", sample("foo", "81bdb22f", 0))
+    store_named(sink, make, "1_foo-81bdb22f", "1_foo", sample("foo", "81bdb22f", 1))
+    store_named(sink, make, "0_bar-11111111", "0_bar", sample("bar", "11111111", 0))
+
+    def found(client):
+        return [one.req_id for one in read_requests_of_client(tmp_path, client)]
+
+    for _ in range(2):
+        assert found("a") == ["a-00000000"]
+        assert sorted(found("foo")) == ["0_foo-81bdb22f", "1_foo-81bdb22f"]
+        assert found("0_foo") == ["0_foo-81bdb22f"]
+        assert found("bar") == []
+        assert found("0_bar") == ["0_bar-11111111"]
+        (tmp_path / "index.jsonl").unlink(missing_ok=True)  # it is a help only
+    make.assert_rows_of(read_requests_of_client(tmp_path, "a")[0], "a-00000000", range(4))
+
+
+def test_what_the_index_names_without_a_file_is_no_request(tmp_path, make):
+    sink = SafetensorsSink(tmp_path)
+    store(sink, make, "a-00000000", client="a")
+    store(sink, make, "b-00000001", client="b")
+    request_files(tmp_path)[0].unlink()
+    assert read_requests_of_client(tmp_path, "a") == ()
+    assert [one.req_id for one in read_requests_of_client(tmp_path, "b")] == ["b-00000001"]
+
+
+def test_an_index_that_cannot_be_written_costs_no_request(tmp_path, make, caplog):
+    (tmp_path / "index.jsonl").mkdir()
+    sink = SafetensorsSink(tmp_path)
+    store(sink, make, "a-00000000", client="a")
+    store(sink, make, "b-00000001", client="b")
+    assert len(caplog.records) == 1
+    assert "whole without it" in caplog.records[0].message
+    (tmp_path / "index.jsonl").rmdir()
+    assert [one.req_id for one in read_requests_of_client(tmp_path, "b")] == ["b-00000001"]

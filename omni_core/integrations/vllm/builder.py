@@ -1,67 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The builder thread: takes each step's rows out of the cache and feeds the sink while the next step runs.
+"""The builder thread: takes each step's rows out of the cache and queues them for the sink while the next step runs.
 
-At most `max_open_steps` steps wait to be delivered. When there is no room the engine waits for it, at most
-`room_timeout_s`; after one wait in vain it gives steps up without waiting until the sink moves again. A step given up
-is not lost: the cache delivers its rows with a later step of the same requests, and what never comes is reported as
-missing or failed when the request ends. News of requests and steps given up are queued without a bound.
+Two threads stand between the engine and the sink. The builder's waits for the cache only, in bounded time; the
+feeder's (`sink_feeder`) waits for the sink. At most `max_open_steps` steps wait for the builder, and `max_queue_bytes`
+of rows for the sink. A step for which there is no room is given up. It is not lost: the cache delivers its rows with a
+later step of the same requests, and what never comes is reported as missing or failed when the request ends.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
+from omni_core.integrations.vllm.built_step import BuiltStep, StartedRequest, StepSource
+from omni_core.integrations.vllm.delivery_assembler import DeliveryAssembler
+from omni_core.integrations.vllm.delivery_log import Count, DeliveryLog, error_text
 from omni_core.integrations.vllm.errors import FlushTimeoutError
-from omni_core.integrations.vllm.ledger import RequestLedger
-from omni_core.integrations.vllm.pieces import pieces_of
-from omni_core.prefix_cache.outputs import RequestRows, StageCacheOutputs
+from omni_core.integrations.vllm.request_ids import ClientRequest
+from omni_core.integrations.vllm.settings import OnSlowSink
+from omni_core.integrations.vllm.sink_feeder import SinkFeeder
 from omni_core.runtime import Runtime
-from omni_core.sinks.base import RequestEnd, SinkDelivery, SinkRequestEnd, StageSink
+from omni_core.sinks.base import StageSink
+
+__all__ = ["BuiltStep", "StageBuilder", "StartedRequest", "StepSource"]
 
 _LOG = logging.getLogger(__name__)
 
-_MAX_RECORDED_REQUESTS = 1024
-"""Most requests whose failure is kept for the report; older ones are dropped first."""
-
-
-class StepSource(Protocol):
-    """The part of the cache manager that the builder uses. Every method may be called from any thread."""
-
-    def materialize(
-        self, step_id: int, req_ids: Sequence[str], sampled_counts: Mapping[str, int] | None = None
-    ) -> StageCacheOutputs:
-        """Every row a step owes these requests; blocks until they lie in host memory, in bounded time."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class StartedRequest:
-    """A request the engine scheduled for the first time."""
-
-    req_id: str
-    prompt_token_ids: Sequence[int] | None
-    num_skipped_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class BuiltStep:
-    """A step that was saved: batch order, one entry per real row. The arrays are the builder's to keep."""
-
-    step_id: int
-    req_ids: tuple[str, ...]
-    starts: npt.NDArray[np.int64]
-    positions: npt.NDArray[np.int64]
-    token_ids: npt.NDArray[np.int64]
-    sampled_counts: Mapping[str, int] | None = None
-    """For each request with draft tokens, how many of its sampled tokens count; rows of the others are left out above.
-    `None`: the step has no drafts."""
+DEFAULT_SINK_QUEUE_BYTES = 256 << 20
+DEFAULT_MAX_WAITING_ENTRIES = 65536
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,34 +42,34 @@ class _News:
 @dataclass(frozen=True, slots=True)
 class _Step:
     step: BuiltStep
-    given_up: bool
 
 
 @dataclass(frozen=True, slots=True)
-class _EndOpenRequests:
-    end: RequestEnd
-    reason: str | None
+class _StepGivenUp:
+    step: BuiltStep
+
+
+@dataclass(frozen=True, slots=True)
+class _Flush:
     keep: frozenset[str] | None
     """Requests that go on; `None`: all of them."""
 
 
-@dataclass(slots=True)
-class _Counters:
-    steps_delivered: int = 0
-    steps_given_up: int = 0
-    stalls: int = 0
-    deliveries: int = 0
-    rows_delivered: int = 0
-    requests_ended: int = 0
-    requests_failed: int = 0
-    stage_errors: list[str] = field(default_factory=list)
+@dataclass(frozen=True, slots=True)
+class _FailOpenRequests:
+    reason: str
+
+
+_Item = _News | _Step | _StepGivenUp | _Flush | _FailOpenRequests
 
 
 class StageBuilder:
-    """Feeds one sink from one cache on a thread of its own.
+    """Feeds one sink from one cache, on two threads of its own.
 
-    `news`, `room_for_step`, `submit` and `give_up` belong to the engine thread and never block, except `room_for_step`
-    as described. `flush`, `fail_open_requests`, `close` and `report` may be called from any thread.
+    `news`, `room_for_step`, `submit` and `give_up` belong to the engine thread and never wait for the sink; only
+    `room_for_step` waits at all, as described there. `flush`, `fail_open_requests`, `close` and `report` may be called
+    from any thread. Whatever the cache or the sink does, what waits here is bounded: the builder's queue by
+    `max_waiting_entries`, the sink's by `sink_queue_bytes`.
     """
 
     def __init__(
@@ -109,46 +78,65 @@ class StageBuilder:
         sink: StageSink,
         *,
         runtime: Runtime,
-        client_req_id_of: Callable[[str], str | None],
+        client_request_of: Callable[[str], ClientRequest | None],
         max_open_steps: int,
         room_timeout_s: float,
         whole_prefix: bool = True,
         bind_thread: Callable[[], None] = lambda: None,
+        on_slow_sink: OnSlowSink = OnSlowSink.SKIP,
+        sink_queue_bytes: int = DEFAULT_SINK_QUEUE_BYTES,
+        ids_repeat: bool = False,
+        max_waiting_entries: int = DEFAULT_MAX_WAITING_ENTRIES,
     ) -> None:
-        """Start the thread.
+        """Start the threads.
 
         Args:
             source: the cache.
-            sink: receives the rows; closed by the builder's thread as its last act.
-            runtime: makes the thread, its lock and its clock.
-            client_req_id_of: from an internal request id to the client's, if known.
+            sink: receives the rows; closed by the feeder's thread as its last act.
+            runtime: makes the threads, their locks and their clock.
+            client_request_of: from an internal request id to the client's, if known.
             max_open_steps: steps that may be saved and not consumed, of the cache's `staging_depth`, at most.
-            room_timeout_s: the longest the engine waits for a stalled sink, once per stall.
+            room_timeout_s: the longest the engine waits for the builder, or for a sink it is to wait for, once per
+                stall.
             whole_prefix: whether rows are owed for the tokens the engine skipped.
-            bind_thread: gives the new thread its device.
+            bind_thread: gives the builder's thread its device.
+            on_slow_sink: what a step does for which the sink's queue has no room.
+            sink_queue_bytes: with that many bytes of rows waiting for the sink, there is no room for a further step.
+            ids_repeat: whether two requests may have one internal id, one after the other.
+            max_waiting_entries: news and steps that may wait for the builder. More means that the cache is stuck: then
+                every open request fails.
         """
-        self._source = source
-        self._sink = sink
         self._runtime = runtime
-        self._client_req_id_of = client_req_id_of
         self._max_open_steps = max_open_steps
         self._room_timeout_s = room_timeout_s
-        self._whole_prefix = whole_prefix
         self._bind_thread = bind_thread
+        self._on_slow_sink = on_slow_sink
+        self._max_waiting_entries = max_waiting_entries
+        self._log = DeliveryLog(runtime)
+        self._feeder = SinkFeeder(sink, self._log, runtime=runtime, max_queue_bytes=sink_queue_bytes)
+        self._assembler = DeliveryAssembler(
+            source,
+            self._feeder,
+            self._log,
+            client_request_of=client_request_of,
+            whole_prefix=whole_prefix,
+            ids_repeat=ids_repeat,
+        )
         self._lock = runtime.lock("builder")
         self._changed = runtime.condition(self._lock, "builder-changed")
-        self._queue: deque[_News | _Step | _EndOpenRequests] = deque()
+        self._queue: deque[_Item] = deque()
         self._open_steps = 0
         self._items_queued = 0
         self._items_done = 0
-        self._stalled = False
+        self._builder_stalled = False
+        self._sink_calls_when_waited_in_vain: int | None = None
         self._closing = False
         self._busy_with = "nothing"
-        self._ledgers: dict[str, RequestLedger] = {}
-        self._counters = _Counters()
-        self._failures: dict[str, str] = {}
-        self._sink_errors: dict[str, str] = {}
-        self._thread = runtime.spawn("omni-core-builder", self._run)
+        try:
+            self._thread = runtime.spawn("omni-core-builder", self._run)
+        except BaseException:
+            self._feeder.close_when_fed()
+            raise
 
     def news(self, started: Sequence[StartedRequest], ended: Collection[str]) -> None:
         """What the next step's scheduler output says. Ends take effect after every step submitted before."""
@@ -156,37 +144,26 @@ class StageBuilder:
             self._enqueue(_News(tuple(started), tuple(ended)))
 
     def room_for_step(self) -> bool:
-        """Whether a further step may be submitted; asked before the step is saved.
+        """Whether a further step may be submitted; asked before the step is saved. If not, it is to be given up.
 
-        Waits up to `room_timeout_s` for the sink, unless it has already waited in vain since the sink last moved.
+        With `OnSlowSink.SKIP`, answers at once when the sink's queue is full. With `OnSlowSink.WAIT`, waits for the
+        sink up to `room_timeout_s`, unless it waited in vain before and the sink has not moved since. In both cases,
+        waits for the builder's own work up to `room_timeout_s`, once until that moves again.
         """
-        with self._lock:
-            if self._has_room():
-                return True
-            if not self._stalled and self._changed.wait_for(self._has_room, self._room_timeout_s):
-                return True
-            if not self._stalled:
-                self._stalled = True
-                self._counters.stalls += 1
-                _LOG.warning(
-                    "the sink took nothing for %.1f s (staging_claim_timeout_s); deliveries of further steps are put "
-                    "off until it does. Builder busy with: %s",
-                    self._room_timeout_s,
-                    self._busy_with,
-                )
-            return False
+        return self._room_at_sink() and self._room_at_builder()
 
     def submit(self, step: BuiltStep) -> None:
         """Deliver a saved step."""
-        self._enqueue(_Step(step, given_up=False))
+        self._enqueue(_Step(step))
 
     def give_up(self, step: BuiltStep) -> None:
         """Take note of a step that was discarded: its tokens label rows that come later."""
-        self._enqueue(_Step(step, given_up=True))
+        self._log.count(Count.STEPS_GIVEN_UP)
+        self._enqueue(_StepGivenUp(step))
 
     def fail_open_requests(self, reason: str) -> None:
         """Every request not ended fails with `reason`, after the steps submitted before. Returns at once."""
-        self._enqueue(_EndOpenRequests(RequestEnd.FAILED, reason, frozenset()))
+        self._enqueue(_FailOpenRequests(reason))
 
     def flush(self, timeout_s: float, still_running: Collection[str] | None = ()) -> None:
         """Deliver every step submitted before, and end every request that is not `still_running`; `None` ends none.
@@ -197,66 +174,124 @@ class StageBuilder:
         Raises:
             FlushTimeoutError: not done within `timeout_s`; nothing is lost and the call may be repeated.
         """
-        keep = None if still_running is None else frozenset(still_running)
-        self._enqueue(_EndOpenRequests(RequestEnd.FLUSHED, None, keep))
+        deadline_s = self._runtime.monotonic_s() + timeout_s
+        self._enqueue(_Flush(None if still_running is None else frozenset(still_running)))
         with self._lock:
             target = self._items_queued
             if not self._changed.wait_for(lambda: self._items_done >= target, timeout_s):
                 raise FlushTimeoutError(
                     f"flush: {target - self._items_done} entries of the builder's queue were not done within "
-                    f"{timeout_s} s; it is busy with {self._busy_with}"
+                    f"{timeout_s} s; the builder is busy with {self._busy_with}"
                 )
+        unfed = self._feeder.wait_until_fed(max(0.0, deadline_s - self._runtime.monotonic_s()))
+        if unfed:
+            raise FlushTimeoutError(
+                f"flush: {unfed} entries of the sink's queue were not done within {timeout_s} s; it is busy with "
+                f"{self._feeder.busy_with()}"
+            )
 
     def close(self, timeout_s: float) -> bool:
-        """Deliver what was submitted, end every request, close the sink and end the thread. Idempotent.
+        """Deliver what was submitted, end every request, close the sink and end the threads. Idempotent.
+
+        In the order in which it came: requests that had ended are whole first, then those still open end as flushed.
 
         Returns:
-            Whether all of that was done within `timeout_s`. If not (the sink is stuck), the thread is left behind and
-            requests the sink has not finished stay unfinished.
+            Whether all of that was done within `timeout_s`. If not (the sink is stuck), the threads are left behind
+            and requests the sink has not finished stay unfinished.
         """
+        deadline_s = self._runtime.monotonic_s() + timeout_s
         with self._lock:
             if not self._closing:
-                self._append(_EndOpenRequests(RequestEnd.FLUSHED, None, frozenset()))
+                self._append(_Flush(frozenset()))
                 self._closing = True
                 self._changed.notify_all()
-        return self._thread.join(timeout_s)
+        if not self._thread.join(timeout_s):
+            return False
+        return self._feeder.join(max(0.0, deadline_s - self._runtime.monotonic_s()))
 
     def report(self) -> dict[str, Any]:
         """Plain numbers, strings, lists and dicts: what was delivered, and what was not and why."""
         with self._lock:
-            counters = self._counters
-            return {
-                "steps_open": self._open_steps,
-                "steps_delivered": counters.steps_delivered,
-                "steps_given_up": counters.steps_given_up,
-                "stalls": counters.stalls,
-                "deliveries": counters.deliveries,
-                "rows_delivered": counters.rows_delivered,
-                "requests_open": len(self._ledgers),
-                "requests_ended": counters.requests_ended,
-                "requests_failed": counters.requests_failed,
-                "failures": dict(self._failures),
-                "sink_errors": dict(self._sink_errors),
-                "stage_errors": list(counters.stage_errors),
-            }
+            waiting = {"steps_open": self._open_steps, "entries_waiting": self._items_queued - self._items_done}
+        return {
+            **waiting,
+            "requests_open": self._assembler.num_open_requests,
+            **self._feeder.report(),
+            **self._log.report(),
+        }
 
-    def _has_room(self) -> bool:
+    def _room_at_sink(self) -> bool:
+        if self._feeder.has_room():
+            return True
+        moved = self._feeder.calls_returned
+        if self._on_slow_sink is OnSlowSink.WAIT and self._sink_calls_when_waited_in_vain != moved:
+            if self._feeder.wait_for_room(self._room_timeout_s):
+                return True
+            self._sink_calls_when_waited_in_vain = self._feeder.calls_returned
+        if self._feeder.begin_stall():
+            self._log.count(Count.STALLS)
+            self._log.count(Count.SINK_STALLS)
+            _LOG.warning(
+                "the sink does not keep up; it is busy with %s. Its queue is full (sink_queue_bytes), so deliveries of "
+                "further steps are put off until it has room (on_slow_sink=%r)",
+                self._feeder.busy_with(),
+                self._on_slow_sink.value,
+            )
+        return False
+
+    def _room_at_builder(self) -> bool:
+        with self._lock:
+            if self._has_open_step_left():
+                return True
+            if self._builder_stalled:
+                return False
+            if self._changed.wait_for(self._has_open_step_left, self._room_timeout_s):
+                return True
+            self._builder_stalled = True
+            busy_with = self._busy_with
+        self._log.count(Count.STALLS)
+        _LOG.warning(
+            "the builder took no step for %.1f s (staging_claim_timeout_s); deliveries of further steps are put off "
+            "until it does. It is busy with %s",
+            self._room_timeout_s,
+            busy_with,
+        )
+        return False
+
+    def _has_open_step_left(self) -> bool:
         return self._open_steps < self._max_open_steps
 
-    def _enqueue(self, item: _News | _Step | _EndOpenRequests) -> None:
+    def _enqueue(self, item: _Item) -> None:
         with self._lock:
-            if not self._closing:
-                self._append(item)
+            if self._closing:
+                return
+            overrun = len(self._queue) >= self._max_waiting_entries
+            if overrun:
+                self._drop_waiting()
+            self._append(item)
+        if overrun:
+            self._log.count(Count.OVERRUNS)
+            self._log.stage_failed(_overrun_text(self._max_waiting_entries))
 
-    def _append(self, item: _News | _Step | _EndOpenRequests) -> None:
+    def _append(self, item: _Item) -> None:
         self._queue.append(item)
         self._items_queued += 1
-        if isinstance(item, _Step) and not item.given_up:
+        if isinstance(item, _Step):
             self._open_steps += 1
         self._changed.notify_all()
 
+    def _drop_waiting(self) -> None:
+        """Keep the open steps, which the cache must be told of; everything else becomes one failure of all."""
+        before = len(self._queue)
+        self._queue = deque(item for item in self._queue if isinstance(item, _Step))
+        self._items_done += before - len(self._queue)
+        self._append(_FailOpenRequests(_overrun_text(self._max_waiting_entries)))
+
     def _run(self) -> None:
-        self._bind_thread()
+        try:
+            self._bind_thread()
+        except BaseException as error:
+            self._log.stage_failed(f"binding the builder's thread to its device raised {error_text(error)}")
         while True:
             with self._lock:
                 self._changed.wait_for(lambda: bool(self._queue) or self._closing, None)
@@ -266,161 +301,50 @@ class StageBuilder:
                 self._busy_with = _describe(item)
             try:
                 self._process(item)
-            except Exception as error:
-                self._stage_error(f"{_describe(item)}: {error}")
+            except BaseException as error:
+                self._log.stage_failed(f"the builder could not process {_describe(item)}: {error_text(error)}")
             with self._lock:
                 self._items_done += 1
                 self._busy_with = "nothing"
-                if isinstance(item, _Step) and not item.given_up:
+                if isinstance(item, _Step):
                     self._open_steps -= 1
-                    self._stalled = False
+                    self._builder_stalled = False
                 self._changed.notify_all()
-        try:
-            self._sink.close()
-        except Exception as error:
-            self._stage_error(f"closing the sink: {error}")
+            del item
+        self._feeder.close_when_fed()
 
-    def _process(self, item: _News | _Step | _EndOpenRequests) -> None:
-        if isinstance(item, _News):
-            for req_id in item.ended:
-                self._end(req_id, RequestEnd.FINISHED, None)
-            for started in item.started:
-                self._start(started)
-        elif isinstance(item, _Step):
-            self._note_tokens(item.step)
-            if item.given_up:
-                self._counters.steps_given_up += 1
-            else:
-                self._deliver(item.step)
-        elif item.keep is not None:
-            for req_id in [one for one in self._ledgers if one not in item.keep]:
-                self._end(req_id, item.end, item.reason)
-
-    def _start(self, started: StartedRequest) -> None:
-        if started.req_id not in self._ledgers:
-            ledger = RequestLedger(
-                started.req_id,
-                self._client_req_id_of(started.req_id),
-                started.prompt_token_ids,
-                started.num_skipped_tokens,
-            )
-            with self._lock:
-                self._ledgers[started.req_id] = ledger
-
-    def _note_tokens(self, step: BuiltStep) -> None:
-        for index, req_id in enumerate(step.req_ids):
-            ledger = self._ledgers.get(req_id)
-            if ledger is not None:
-                run = slice(int(step.starts[index]), int(step.starts[index + 1]))
-                ledger.note_run(step.positions[run], step.token_ids[run])
-
-    def _deliver(self, step: BuiltStep) -> None:
-        try:
-            outputs = self._source.materialize(step.step_id, step.req_ids, step.sampled_counts)
-        except Exception as error:
-            for req_id in step.req_ids:
-                self._fail(req_id, f"step {step.step_id} could not be read: {error}")
-            raise
-        try:
-            for req_id, failure in outputs.failed.items():
-                self._fail(req_id, str(failure))
-            for req_id, rows in outputs.items():
-                self._hand_over(step.step_id, req_id, rows)
-        finally:
-            outputs.release()
-        self._counters.steps_delivered += 1
-
-    def _hand_over(self, step_id: int, req_id: str, rows: RequestRows) -> None:
-        ledger = self._ledgers.get(req_id)
-        if ledger is None:
-            self._fail(req_id, f"rows at {list(rows.ranges)} came after a flush had ended it; flush with still_running")
-            return
-        if ledger.closed_by is not None:
-            return
-        for piece in pieces_of(rows):
-            if not piece.ranges and not piece.leftovers:
-                continue  # a step that only computed rows again, after a preemption
-            delivery = SinkDelivery(
-                req_id=req_id,
-                client_req_id=ledger.client_req_id,
-                step_id=step_id,
-                ranges=piece.ranges,
-                rows=piece.rows,
-                token_ids=ledger.token_ids(piece.ranges),
-                leftovers=piece.leftovers,
-            )
-            try:
-                self._sink.accept(delivery)
-            except Exception as error:
-                self._sink_failed(ledger, "accept", error)
-                return
-            ledger.note_delivered(piece.ranges)
-            self._counters.deliveries += 1
-            self._counters.rows_delivered += piece.num_rows
-
-    def _end(self, req_id: str, end: RequestEnd, reason: str | None) -> None:
-        ledger = self._ledgers.get(req_id)
-        if ledger is None:
-            return
-        if end is RequestEnd.FAILED:
-            self._fail(req_id, reason or "no reason given")
-        elif ledger.closed_by is None and not ledger.rows_delivered and ledger.missing(whole_prefix=self._whole_prefix):
-            self._fail(req_id, "no row of it was delivered: its steps were given up or could not be read")
-        with self._lock:
-            del self._ledgers[req_id]
-            self._counters.requests_ended += 1
-        if ledger.closed_by is None and ledger.rows_delivered:
-            self._finish(ledger, end, None)
-
-    def _fail(self, req_id: str, reason: str) -> None:
-        ledger = self._ledgers.get(req_id)
-        if ledger is not None and ledger.closed_by is not None:
-            return
-        if req_id not in self._failures:
-            self._record(self._failures, req_id, reason)
-            with self._lock:
-                self._counters.requests_failed += 1
-            _LOG.warning("request %s: its rows are not delivered: %s", req_id, reason)
-        if ledger is not None:
-            ledger.closed_by = reason
-            self._finish(ledger, RequestEnd.FAILED, reason)
-
-    def _finish(self, ledger: RequestLedger, end: RequestEnd, error: str | None) -> None:
-        last_word = SinkRequestEnd(
-            req_id=ledger.req_id,
-            client_req_id=ledger.client_req_id,
-            end=end,
-            missing=ledger.missing(whole_prefix=self._whole_prefix),
-            error=error,
-        )
-        try:
-            self._sink.finish(last_word)
-        except Exception as failure:
-            self._sink_failed(ledger, "finish", failure)
-
-    def _sink_failed(self, ledger: RequestLedger, call: str, error: Exception) -> None:
-        ledger.closed_by = f"the sink's {call}() raised {type(error).__name__}: {error}"
-        self._record(self._sink_errors, ledger.req_id, ledger.closed_by)
-        _LOG.warning("request %s: %s; the sink sees no more of it", ledger.req_id, ledger.closed_by)
-
-    def _record(self, records: dict[str, str], req_id: str, text: str) -> None:
-        with self._lock:
-            records[req_id] = text
-            if len(records) > _MAX_RECORDED_REQUESTS:
-                del records[next(iter(records))]
-
-    def _stage_error(self, text: str) -> None:
-        with self._lock:
-            first = not self._counters.stage_errors
-            if len(self._counters.stage_errors) < _MAX_RECORDED_REQUESTS:
-                self._counters.stage_errors.append(text)
-        if first:
-            _LOG.error("the builder could not process %s; further errors appear in the report only", text)
+    def _process(self, item: _Item) -> None:
+        match item:
+            case _News(started, ended):
+                for req_id in ended:
+                    self._assembler.end(req_id)
+                for one in started:
+                    self._assembler.start(one)
+            case _Step(step):
+                self._assembler.note_tokens(step)
+                self._assembler.deliver(step)
+            case _StepGivenUp(step):
+                self._assembler.note_tokens(step)
+            case _Flush(keep):
+                if keep is not None:
+                    self._assembler.flush_requests(keep)
+            case _FailOpenRequests(reason):
+                self._assembler.fail_requests(reason)
 
 
-def _describe(item: _News | _Step | _EndOpenRequests) -> str:
-    if isinstance(item, _Step):
-        return f"step {item.step.step_id} of {len(item.step.req_ids)} requests"
-    if isinstance(item, _News):
-        return f"news of {len(item.started)} started and {len(item.ended)} ended requests"
-    return f"ending open requests as {item.end.value}"
+def _overrun_text(max_waiting_entries: int) -> str:
+    return f"the builder fell {max_waiting_entries} entries behind, so the requests then open cannot be served"
+
+
+def _describe(item: _Item) -> str:
+    match item:
+        case _News(started, ended):
+            return f"news of {len(started)} started and {len(ended)} ended requests"
+        case _Step(step):
+            return f"step {step.step_id} of {len(step.req_ids)} requests"
+        case _StepGivenUp(step):
+            return f"step {step.step_id}, which was given up"
+        case _Flush():
+            return "a flush"
+        case _FailOpenRequests():
+            return "failing the open requests"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the builder knows of one request: its tokens, and which of its positions were promised and delivered."""
+"""What the builder knows of one request: its tokens, and which of its positions were promised and fed to the sink."""
 
 from __future__ import annotations
 
@@ -9,55 +9,95 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
+from omni_core.integrations.vllm.request_ids import ClientRequest
 from omni_core.prefix_cache.outputs import TokenRange
+from omni_core.sinks.base import PossibleSample
 
 UNKNOWN_TOKEN_ID = -1
 """Stands at positions whose token the engine never told us (a prompt given as embeddings)."""
+
+
+_MIN_TOKENS = 64
 
 
 class RequestLedger:
     """One request from its start to its last word. Builder thread only."""
 
     def __init__(
-        self, req_id: str, client_req_id: str | None, prompt_token_ids: Sequence[int] | None, num_skipped_tokens: int
+        self,
+        req_id: str,
+        client: ClientRequest | None,
+        prompt_token_ids: Sequence[int] | None,
+        num_skipped_tokens: int,
+        *,
+        use: int = 0,
     ) -> None:
         """Start a request.
 
         Args:
             req_id: the engine's internal id.
-            client_req_id: the client's, if known.
+            client: what the client calls it, if known.
             prompt_token_ids: the prompt, or `None` if it was given as embeddings.
             num_skipped_tokens: the prefix hit: tokens whose rows this request never computes.
+            use: how many requests had the same id before.
         """
         self.req_id = req_id
-        self.client_req_id = client_req_id
+        self.client = client
         self.num_skipped_tokens = num_skipped_tokens
-        self.rows_delivered = 0
-        self.closed_by: str | None = None
+        self.use = use
+        self.rows_fed = 0
+        """Rows on their way to the sink, or there."""
+        self.failure: str | None = None
         """Why the sink sees no more of this request, once it has failed."""
-        prompt = np.asarray(prompt_token_ids if prompt_token_ids is not None else (), dtype=np.int64)
-        self._num_tokens = len(prompt)
-        self._tokens = np.full(max(64, 2 * len(prompt)), UNKNOWN_TOKEN_ID, dtype=np.int64)
-        self._tokens[: len(prompt)] = prompt
+        self._num_prompt_tokens = 0
+        self._tokens = np.full(_MIN_TOKENS, UNKNOWN_TOKEN_ID, dtype=np.int64)
         self._promised: list[TokenRange] = []
-        self._delivered: list[TokenRange] = []
+        self._fed: list[TokenRange] = []
+        self.note_prompt(prompt_token_ids)
+
+    @property
+    def client_req_id(self) -> str | None:
+        """The client's id, if known."""
+        return None if self.client is None else self.client.client_req_id
+
+    @property
+    def sample(self) -> PossibleSample | None:
+        """What the id says if this is one of several samples."""
+        return None if self.client is None else self.client.sample
+
+    @property
+    def has_run(self) -> bool:
+        """Whether a step computed any of its tokens."""
+        return bool(self._promised)
+
+    @property
+    def prompt_computed(self) -> bool:
+        """Whether steps computed the prompt to its end. True, too, for a prompt of unknown length."""
+        return self._computed_upto >= self._num_prompt_tokens
+
+    def note_prompt(self, prompt_token_ids: Sequence[int] | None) -> None:
+        """The prompt as known now: a session's comes in pieces, each time with what came before."""
+        if prompt_token_ids is not None and len(prompt_token_ids) > self._num_prompt_tokens:
+            prompt = np.asarray(prompt_token_ids, dtype=np.int64)
+            self._num_prompt_tokens = len(prompt)
+            self._make_room(2 * len(prompt))
+            self._tokens[: len(prompt)] = prompt
 
     def note_run(self, positions: npt.NDArray[np.int64], token_ids: npt.NDArray[np.int64]) -> None:
         """A step computed these positions, which are consecutive, from these tokens."""
+        if not len(positions):
+            return
         first, stop = int(positions[0]), int(positions[-1]) + 1
         if stop > len(self._tokens):
-            grown = np.full(2 * stop, UNKNOWN_TOKEN_ID, dtype=np.int64)
-            grown[: len(self._tokens)] = self._tokens
-            self._tokens = grown
+            self._make_room(2 * stop)
         self._tokens[first:stop] = token_ids
-        self._num_tokens = max(self._num_tokens, stop)
         self._promised = _union(self._promised, (first, stop))
 
-    def note_delivered(self, ranges: Sequence[TokenRange]) -> None:
-        """The sink accepted the rows of `ranges`."""
+    def note_fed(self, ranges: Sequence[TokenRange]) -> None:
+        """The rows of `ranges` are on their way to the sink."""
         for one in ranges:
-            self._delivered = _union(self._delivered, one)
-            self.rows_delivered += one[1] - one[0]
+            self._fed = _union(self._fed, one)
+            self.rows_fed += one[1] - one[0]
 
     def token_ids(self, ranges: Sequence[TokenRange]) -> npt.NDArray[np.int64]:
         """`(num_rows,)`: the token at each position of `ranges`, in order."""
@@ -66,20 +106,36 @@ class RequestLedger:
         return np.concatenate([self._tokens[start:stop] for start, stop in ranges])
 
     def missing(self, *, whole_prefix: bool) -> tuple[TokenRange, ...]:
-        """Positions promised and not delivered.
+        """Positions that ought to have come and did not; none for a request that never ran.
+
+        Computed and not fed, or of the prompt and not computed.
 
         Args:
             whole_prefix: whether the tokens the engine skipped were promised too.
         """
+        if not self._promised:
+            return ()
         promised = self._promised
-        if whole_prefix and promised:
+        if not self.prompt_computed:
+            promised = _union(promised, (self._computed_upto, self._num_prompt_tokens))
+        if whole_prefix:
             promised = _union(promised, (0, promised[-1][1]))
         gaps: list[TokenRange] = []
         for start, stop in promised:
-            edges = [start, *(edge for one in self._delivered for edge in one), stop]
+            edges = [start, *(edge for one in self._fed for edge in one), stop]
             clipped = [min(max(edge, start), stop) for edge in edges]
             gaps.extend((a, b) for a, b in list(pairwise(clipped))[::2] if a < b)
         return tuple(gaps)
+
+    @property
+    def _computed_upto(self) -> int:
+        return self._promised[-1][1] if self._promised else 0
+
+    def _make_room(self, num_tokens: int) -> None:
+        if num_tokens > len(self._tokens):
+            grown = np.full(num_tokens, UNKNOWN_TOKEN_ID, dtype=np.int64)
+            grown[: len(self._tokens)] = self._tokens
+            self._tokens = grown
 
 
 def _union(ranges: list[TokenRange], new: TokenRange) -> list[TokenRange]:

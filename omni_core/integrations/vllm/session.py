@@ -38,7 +38,8 @@ from omni_core.sinks.registry import create_sink
 _LOG = logging.getLogger(__name__)
 
 DEFAULT_FLUSH_TIMEOUT_S = 60.0
-DEFAULT_CLOSE_TIMEOUT_S = 10.0
+_LEAST_CLOSE_TIMEOUT_S = 0.5
+"""What the cache gets to close when the sink took all the time there was."""
 
 
 class StageParts:
@@ -72,6 +73,7 @@ class StageParts:
             BackendError, SinkError, OmniPrefixCacheError: a part cannot be made; says which and why.
         """
         self._runtime = runtime
+        self._shutdown_timeout_s = settings.shutdown_timeout_s
         probe = torch.empty(0, device=device)
         with ExitStack() as undo:
             self.backend: DeviceBackend = backend_for_tensor(probe, runtime=runtime, override=settings.backend)
@@ -82,18 +84,21 @@ class StageParts:
             self.cache = OmniPrefixCacheManager(config, self.backend, current.layout, runtime=runtime, device=device)
             undo.callback(self.cache.close)
             self.cache.register_policy(policy)
+            self.builder = StageBuilder(
+                self.cache,
+                self.sink,
+                runtime=runtime,
+                client_request_of=lambda req_id: client_request(req_id, randomised=request_ids_randomised),
+                # One staging slot stays free for a step that has to be given up.
+                max_open_steps=config.staging_depth - 1,
+                room_timeout_s=settings.staging_claim_timeout_s,
+                whole_prefix=policy.needs_full_hidden_states,
+                bind_thread=self.backend.bind_thread,
+                on_slow_sink=settings.on_slow_sink,
+                sink_queue_bytes=settings.sink_queue_bytes,
+                ids_repeat=not request_ids_randomised,
+            )
             undo.pop_all()
-        self.builder = StageBuilder(
-            self.cache,
-            self.sink,
-            runtime=runtime,
-            client_req_id_of=lambda req_id: _client_req_id(req_id, randomised=request_ids_randomised),
-            # One staging slot stays free for a step that has to be given up while the sink stalls.
-            max_open_steps=config.staging_depth - 1,
-            room_timeout_s=settings.staging_claim_timeout_s,
-            whole_prefix=policy.needs_full_hidden_states,
-            bind_thread=self.backend.bind_thread,
-        )
         self.hooks = StepHooks(
             self.cache,
             self.builder,
@@ -106,17 +111,24 @@ class StageParts:
 
     def close_elsewhere(self) -> None:
         """`close` on a thread of its own; returns at once."""
-        self._runtime.spawn("omni-core-close", lambda: self.close(DEFAULT_CLOSE_TIMEOUT_S))
+        self._runtime.spawn("omni-core-close", self.close)
 
-    def close(self, timeout_s: float) -> None:
-        """Deliver what was computed, end every request in the sink, close the parts. Idempotent; bounded."""
+    def close(self, timeout_s: float | None = None) -> None:
+        """Deliver what was computed, end every request in the sink, close the parts. Idempotent; bounded.
+
+        Args:
+            timeout_s: the longest to wait for the sink; `None` is the setting `shutdown_timeout_s`.
+        """
+        timeout_s = self._shutdown_timeout_s if timeout_s is None else timeout_s
+        deadline_s = self._runtime.monotonic_s() + timeout_s
         atexit.unregister(self.close)
         if not self.builder.close(timeout_s):
             _LOG.error(
-                "the sink did not finish within %.1f s at shutdown; requests it had not finished are not readable",
+                "the sink did not finish within %.1f s (shutdown_timeout_s) at shutdown; requests it had not finished "
+                "are not readable",
                 timeout_s,
             )
-        self.cache.close(timeout_s)
+        self.cache.close(max(_LEAST_CLOSE_TIMEOUT_S, deadline_s - self._runtime.monotonic_s()))
         self.backend.close()
 
 
@@ -138,7 +150,7 @@ class StageSession:
             self._finalizer = weakref.finalize(self, parts.close_elsewhere)
             self._finalizer.atexit = False
             # Registered after the cache's own hook, so it runs first: what was computed is delivered at exit.
-            atexit.register(parts.close, DEFAULT_CLOSE_TIMEOUT_S)
+            atexit.register(parts.close)
 
     @property
     def cache(self) -> OmniPrefixCacheManager | None:
@@ -183,8 +195,12 @@ class StageSession:
             told["cache"] = _plain(asdict(self._parts.cache.stats()))
         return told
 
-    def close(self, timeout_s: float = DEFAULT_CLOSE_TIMEOUT_S) -> None:
-        """Deliver what was computed, end every request in the sink, close everything. Idempotent; bounded."""
+    def close(self, timeout_s: float | None = None) -> None:
+        """Deliver what was computed, end every request in the sink, close everything. Idempotent; bounded.
+
+        Args:
+            timeout_s: the longest to wait for the sink; `None` is the setting `shutdown_timeout_s`.
+        """
         if not self._closed:
             self._closed = True
             if self._parts is not None and self._finalizer is not None and self._finalizer.detach() is not None:
@@ -214,11 +230,6 @@ def flush_stage(llm: Any, timeout_s: float = DEFAULT_FLUSH_TIMEOUT_S) -> None:
         FlushTimeoutError: not done in time (from an engine in another process: vLLM's own error with that text).
     """
     llm.collective_rpc("omni_core_flush", args=(unfinished_request_ids(llm), timeout_s))
-
-
-def _client_req_id(req_id: str, *, randomised: bool) -> str | None:
-    found = client_request(req_id, randomised=randomised)
-    return None if found is None else found.client_req_id
 
 
 def _plain(value: Any) -> Any:

@@ -25,6 +25,15 @@ class OnError(Enum):
     """The error stops the engine's step: for tests and for stages whose rows must never be missing."""
 
 
+class OnSlowSink(Enum):
+    """What a step does for which the sink's queue has no room."""
+
+    SKIP = "skip"
+    """The engine never waits for the sink: the step's rows come with a later step, or are reported missing."""
+    WAIT = "wait"
+    """The engine waits for the sink, at most `staging_claim_timeout_s` a step: for offline jobs that want every row."""
+
+
 @dataclass(frozen=True, slots=True)
 class OmniSettings:
     """One stage's settings. Every field is a key of the section; vLLM hashes the section into its compile-cache key."""
@@ -38,10 +47,18 @@ class OmniSettings:
     backend: str | None = None
     """Entry-point name of the device backend; `None` takes the one that owns the engine's device."""
     staging_depth: int = 4
-    """Steps that may be computed and not yet handed to the sink. At least 2: one slot is kept for a step that has to be
-    given up when the sink stalls."""
+    """Steps that may be computed and not yet copied for the sink. At least 2: one slot is kept for a step that has to
+    be given up."""
     staging_claim_timeout_s: float = 30.0
-    """How long a step may wait for a stalled sink before its delivery is put off."""
+    """How long a step may wait for the copies of earlier steps, and for a sink it is to wait for, before its delivery
+    is put off."""
+    on_slow_sink: OnSlowSink = OnSlowSink.SKIP
+    """What a step does for which the sink's queue has no room."""
+    sink_queue_bytes: int = 256 << 20
+    """Bytes of rows that may wait for the sink before there is no room for a further step."""
+    shutdown_timeout_s: float = 4.0
+    """How long shutdown waits for the sink. vLLM kills the process of an engine it was not told to wait for 5 s after
+    SIGTERM (`shutdown` in `v1/utils.py`, 0.32)."""
     join_timeout_s: float = 60.0
     """How long a copy, a write or a read of the cache may take."""
     extra_row_bytes: int = 256
@@ -99,6 +116,11 @@ def _checked(name: str, value: Any) -> Any:
             return _require(name, value, _is_int(value) and value >= 2, "an integer of at least 2")
         case "extra_row_bytes":
             return _require(name, value, _is_int(value) and value >= 0, "an integer of at least 0")
+        case "sink_queue_bytes":
+            return _require(name, value, _is_int(value) and value >= 1, "an integer of at least 1")
+        case "on_slow_sink":
+            ways = [one.value for one in OnSlowSink]
+            return OnSlowSink(_require(name, value, value in ways, " or ".join(map(repr, ways))))
         case "layers":
             ok = isinstance(value, list | tuple) and all(_is_int(one) and one >= 0 for one in value)
             ok = ok and len(set(value)) == len(value)

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finds requests by the engine's id, by the client's, and by the client's id that several samples share."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from omni_core.sinks.base import PossibleSample
+
+K = TypeVar("K", bound=Hashable)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestNames:
+    """What one request is called."""
+
+    req_id: str
+    client_req_id: str | None
+    sample: PossibleSample | None
+
+
+@dataclass(slots=True)
+class _Samples(Generic[K]):
+    keys: dict[K, None] = field(default_factory=dict)
+    indices_seen: set[int] = field(default_factory=set)
+
+
+class RequestIndex(Generic[K]):
+    """Keys of requests under their names. Not locked; every call costs as much as what it finds.
+
+    A request whose id only looks like a sample's is found under its own names. Once a second sample of the same group
+    came, all of the group are found under their client's id too.
+    """
+
+    def __init__(self) -> None:
+        self._names: dict[K, RequestNames] = {}
+        self._by_req_id: dict[str, dict[K, None]] = {}
+        self._by_client: dict[str, dict[K, None]] = {}
+        self._groups: dict[str, _Samples[K]] = {}
+        self._groups_of_client: dict[str, dict[str, None]] = {}
+
+    def add(self, key: K, names: RequestNames) -> None:
+        """Make a request findable; a key that is there keeps its names."""
+        if key in self._names:
+            return
+        self._names[key] = names
+        self._by_req_id.setdefault(names.req_id, {})[key] = None
+        if names.client_req_id is not None:
+            self._by_client.setdefault(names.client_req_id, {})[key] = None
+        if names.sample is not None:
+            group = self._groups.setdefault(names.sample.group, _Samples())
+            group.keys[key] = None
+            group.indices_seen.add(names.sample.index)
+            self._groups_of_client.setdefault(names.sample.client_req_id, {})[names.sample.group] = None
+
+    def discard(self, key: K) -> None:
+        """Forget a request. That another sample of its group was seen stays known while one of the group is here."""
+        names = self._names.pop(key, None)
+        if names is None:
+            return
+        _remove(self._by_req_id, names.req_id, key)
+        if names.client_req_id is not None:
+            _remove(self._by_client, names.client_req_id, key)
+        if names.sample is not None:
+            group = self._groups[names.sample.group]
+            del group.keys[key]
+            if not group.keys:
+                del self._groups[names.sample.group]
+                _remove(self._groups_of_client, names.sample.client_req_id, names.sample.group)
+
+    def by_internal_id(self, req_id: str) -> tuple[K, ...]:
+        """Requests with this internal id, in the order they were added: several only if the id was used again."""
+        return tuple(self._by_req_id.get(req_id, ()))
+
+    def by_client_id(self, client_req_id: str) -> tuple[K, ...]:
+        """Requests a client calls so, and the samples of such a request; each once."""
+        return tuple(self._of_client(client_req_id))
+
+    def find(self, asked: str) -> tuple[K, ...]:
+        """Requests under an id of either kind; each once."""
+        return tuple(dict.fromkeys((*self.by_internal_id(asked), *self._of_client(asked))))
+
+    def _of_client(self, client_req_id: str) -> Iterable[K]:
+        found = dict(self._by_client.get(client_req_id, {}))
+        for name in self._groups_of_client.get(client_req_id, ()):
+            group = self._groups[name]
+            if len(group.indices_seen) > 1:
+                found.update(group.keys)
+        return found
+
+
+def _remove(index: dict[str, dict[K, None]], name: str, key: K) -> None:
+    keys = index[name]
+    del keys[key]
+    if not keys:
+        del index[name]
