@@ -122,6 +122,11 @@ class ForwardTap:
         ]
         return np.asarray(verdicts, dtype=np.bool_)
 
+    def forget(self) -> None:
+        """Drop every row and request, so that a long run does not grow. While no request runs and nothing is cached."""
+        self._rows.clear()
+        self._requests.clear()
+
     def step_begins(self, scheduler_output: Any) -> None:
         """Meet the step's new requests. Before the forward."""
         for new in scheduler_output.scheduled_new_reqs:
