@@ -12,12 +12,18 @@ from omni_core.integrations.vllm.tap import ForwardTap, prefix_digests
 TOKENS = [5, 6, 7]
 
 
-def tapped(rows, tokens=TOKENS, req_id="a", first=0, tap=None, extra=None, pictures=(), lora=None):
+def tapped(rows, tokens=TOKENS, req_id="a", first=0, tap=None, extra=None, pictures=(), lora=None, embeds=None):
     """A tap after one forward of one request whose rows are `rows`, from position `first` on."""
     tap = tap or ForwardTap()
     new = [
         SimpleNamespace(
-            req_id=req_id, prompt_token_ids=tokens, num_computed_tokens=first, mm_features=pictures, lora_request=lora
+            req_id=req_id,
+            prompt_token_ids=None if embeds is not None else tokens,
+            num_computed_tokens=first,
+            mm_features=pictures,
+            lora_request=lora,
+            prompt_embeds=embeds,
+            prompt_is_token_ids=None,
         )
     ]
     tap.step_begins(SimpleNamespace(scheduled_new_reqs=new))
@@ -135,3 +141,15 @@ def test_rows_behind_different_pictures_are_told_apart_from_where_they_stand():
     assert cat[0] == dog[0]
     assert tap.equal_rows_at(cat, rows() + 10).tolist() == [True, False, False]
     assert tap.equal_rows_at(dog, rows() + 10).all()
+
+
+def test_rows_behind_different_embeddings_are_told_apart_and_have_no_token():
+    one, other = torch.zeros(3, 2), torch.zeros(3, 2)
+    other[1, 0] = 1
+    tap = tapped(rows(), embeds=one)
+    tapped(rows() + 10, req_id="b", tap=tap, embeds=other)
+    first, second = tap.requests["a"], tap.requests["b"]
+    assert first.token_ids == second.token_ids == [-1, -1, -1]
+    assert first.digests[0] == second.digests[0]
+    assert tap.equal_rows_at(first.digests, rows() + 10).tolist() == [True, False, False]
+    assert tap.equal_rows_at(second.digests, rows() + 10).all()

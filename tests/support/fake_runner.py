@@ -164,6 +164,8 @@ def scheduled(new=(), running=(), finished=(), drafts=None, max_tokens=MAX_LEN):
                 num_computed_tokens=computed,
                 mm_features=[],
                 lora_request=None,
+                prompt_embeds=None,
+                prompt_is_token_ids=None,
                 sampling_params=SimpleNamespace(
                     max_tokens=max_tokens, eos_token_id=EOS_TOKEN_ID, stop_token_ids=[STOP_TOKEN_ID]
                 ),

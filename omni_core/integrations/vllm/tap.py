@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from omni_core.integrations.vllm.ledger import UNKNOWN_TOKEN_ID
 from omni_core.integrations.vllm.versions import STAGE_OUTPUTS_METHOD, stage_outputs_model
 from omni_core.prefix_cache.config import HIDDEN_KEY
 
@@ -42,7 +43,9 @@ class TappedRequest:
     identity: Digest = b""
     """Stands for the adapter; empty for the bare model."""
     pictures: Mapping[int, Digest] = field(default_factory=dict)
-    """Position in the prompt → what stands there instead of a token."""
+    """Position in the prompt → the piece of a picture that stands there."""
+    embeddings: Mapping[int, Digest] = field(default_factory=dict)
+    """Position in the prompt → the embedding that was given there instead of a token."""
     num_drafts_replaced: int = 0
     """Positions at which another token was fed later than at first: drafts the engine rejected."""
 
@@ -68,7 +71,8 @@ class TappedRequest:
         while len(self.digests) < len(self.token_ids):
             at = len(self.digests)
             before = self.digests[-1] if self.digests else self.identity
-            self.digests.append(_chained(before + self.pictures.get(at, b""), self.token_ids[at]))
+            before += self.pictures.get(at, b"") + self.embeddings.get(at, b"")
+            self.digests.append(_chained(before, self.token_ids[at]))
 
 
 class ForwardTap:
@@ -130,7 +134,11 @@ class ForwardTap:
     def step_begins(self, scheduler_output: Any) -> None:
         """Meet the step's new requests. Before the forward."""
         for new in scheduler_output.scheduled_new_reqs:
-            prompt = list(new.prompt_token_ids or ())
+            embeddings = _embeddings_of(new)
+            prompt = [UNKNOWN_TOKEN_ID] * len(embeddings)
+            if new.prompt_token_ids is not None:
+                known = enumerate(new.prompt_token_ids)
+                prompt = [UNKNOWN_TOKEN_ID if at in embeddings else token_id for at, token_id in known]
             self._requests[new.req_id] = TappedRequest(
                 new.req_id,
                 len(prompt),
@@ -138,6 +146,7 @@ class ForwardTap:
                 token_ids=prompt,
                 identity=_adapter_of(new.lora_request),
                 pictures=_pictures_of(new.mm_features),
+                embeddings=embeddings,
             )
 
     def forward_done(self, runner: Any, outputs: Mapping[str, Any]) -> None:
@@ -152,7 +161,7 @@ class ForwardTap:
             request = self._requests[req_id]
             request.computed_tokens += stop - first
             for token_id, position in zip(fed[first:stop], positions[first:stop], strict=True):
-                request.learn(position, token_id)
+                request.learn(position, UNKNOWN_TOKEN_ID if position in request.embeddings else token_id)
                 owners.append((request.digests[position], position))
         num_padded = runner.execute_model_state.hidden_states.shape[0]
         tensors = {HIDDEN_KEY: runner.execute_model_state.hidden_states, **dict(_flat(outputs))}
@@ -225,6 +234,18 @@ def _pictures_of(mm_features: Iterable[Any]) -> dict[int, Digest]:
 
 def _layer_outputs(runner: Any, names: Sequence[str]) -> Mapping[str, torch.Tensor]:
     return dict(zip(names, runner.execute_model_state.aux_hidden_states, strict=True)) if names else {}
+
+
+def _embeddings_of(new: Any) -> dict[int, Digest]:
+    if new.prompt_embeds is None:
+        return {}
+    tokens = new.prompt_is_token_ids or [False] * len(new.prompt_embeds)
+    rows = new.prompt_embeds.detach().cpu().contiguous()
+    return {
+        at: hashlib.blake2b(row.view(torch.uint8).numpy().tobytes(), digest_size=16).digest()
+        for at, (row, is_token) in enumerate(zip(rows, tokens, strict=True))
+        if not is_token
+    }
 
 
 def _remembering(

@@ -54,6 +54,9 @@ FEATURES = {
     "skip_reading": Feature(
         "A request that must not read the cache", "`skip_reading_prefix_cache`", "text_features:skip_reading"
     ),
+    "prompt_embeddings": Feature(
+        "Prompts given as embeddings", "`enable_prompt_embeds`", "text_features:prompt_embeddings"
+    ),
     "long_prompt": Feature("Prompts of 8,100 tokens", "`max_model_len=8192`", "text_features:long_prompt"),
     "block_size_32": Feature("Blocks of 32 tokens", "`block_size=32`", "text_features:block_size(32)"),
     "block_size_64": Feature("Blocks of 64 tokens", "`block_size=64`", "text_features:block_size(64)"),

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from vllm import LLM, SamplingParams
 
+from omni_core.integrations.vllm.ledger import UNKNOWN_TOKEN_ID
 from omni_core.integrations.vllm.session import stage_session
 from omni_core.integrations.vllm.stage_client import flush_stage
 
@@ -72,14 +73,16 @@ class FeatureEngine:
             detokenize=self._detokenize,
             **({"temperature": 0.0, "ignore_eos": True} | sampling),
         )
-        self.requests[request_id] = ClientRequest(list(given.get("prompt_token_ids", ())), num_samples)
+        known = given.get("prompt_token_ids") or [UNKNOWN_TOKEN_ID] * len(given.get("prompt_embeds", ()))
+        self.requests[request_id] = ClientRequest(list(known), num_samples)
         self.llm.llm_engine.add_request(request_id, given, params, lora_request=lora_request)
 
     def step(self, times=1):
         for _ in range(times):
             for output in self.llm.llm_engine.step():
                 request = self.requests[output.request_id]
-                request.prompt_token_ids = list(output.prompt_token_ids)
+                if output.prompt_token_ids is not None and UNKNOWN_TOKEN_ID not in request.prompt_token_ids:
+                    request.prompt_token_ids = list(output.prompt_token_ids)
                 request.num_cached_tokens = output.num_cached_tokens or 0
                 request.done = output.finished
                 for sample in output.outputs:

@@ -159,7 +159,7 @@ def _save_tokenizer(directory: Path) -> PreTrainedTokenizerFast:
     names = ["<s>", "</s>", "<unk>", *map(chr, range(32, 127)), "\n", *markers]
     names += [f"<{index}>" for index in range(len(names), VOCAB_SIZE)]
     tokenizer = Tokenizer(models.WordLevel({name: index for index, name in enumerate(names)}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("(?s)."), behavior="isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
     wrapped = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,

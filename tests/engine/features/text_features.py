@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Features of the engine on a plain text model."""
 
+import torch
 from feature_models import llama, lora_adapter
 from scenario import Prompts, hits, refuse, serve
 from vllm.lora.request import LoRARequest
@@ -250,8 +251,6 @@ def block_size(size):
 
 
 def bfloat16(folder):
-    import torch
-
     prompts = Prompts(15)
     waves = [prompts.named(f"wave{turn}", "a", 3, shared=100, own=20) for turn in range(2)]
 
@@ -276,6 +275,23 @@ def skip_reading(folder):
         }
 
     return serve(llama(folder), drive, shown)
+
+
+def prompt_embeddings(folder):
+    generator = torch.Generator().manual_seed(18)
+    one, other = torch.randn(2, 110, 128, generator=generator)
+    half = torch.cat((one[:64], other[64:]))
+
+    def drive(engine):
+        for index, embeds in enumerate([one, one, other, half, other]):
+            engine.add(f"embedded-{index}", {"prompt_embeds": embeds})
+            engine.run()
+
+    def shown(engine):
+        hit = [engine.requests[f"embedded-{index}"].num_cached_tokens for index in range(5)]
+        return hits(engine, 96 + 64 + 96) | {"hits of equal embeddings only": (int(hit == [0, 96, 0, 64, 96]), 1)}
+
+    return serve(llama(folder), drive, shown, enable_prompt_embeds=True)
 
 
 def kv_consumer(folder):
