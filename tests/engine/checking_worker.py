@@ -2,13 +2,15 @@
 """A worker that holds every delivered row against the tap of its own run: the rows need not leave its process.
 
 Give the engine `worker_cls="checking_worker.OmniCheckingCpuWorker"`, this folder on PYTHONPATH, and the settings
-`"sink": "memory"` and `"tap": True`. Then `llm.collective_rpc("check_rows")` answers once per rank.
+`"tap": True` and the memory or the safetensors sink. Then `llm.collective_rpc("check_rows")` answers once per rank.
 """
 
-import exact_rows  # first: sets the environment vllm reads when it is imported
+import exact_rows  # before vllm: sets the environment it reads when it is imported
+from row_digests import digests_of
 from tiny_model import register_tiny_model
 
 from omni_core.integrations.vllm.cpu_worker import OmniCpuWorker
+from omni_core.sinks.safetensors_files import SafetensorsSink, read_request_file, request_files
 
 
 def held_against_tap(stored, tap):
@@ -29,6 +31,7 @@ def held_against_tap(stored, tap):
         "missing": [list(one) for one in stored.missing],
         "rows": {key: len(rows) for key, rows in stored.rows.items()},
         "equal_to_tap": equal,
+        "digests": digests_of(stored),
         "tokens_agree": stored.token_ids.tolist() == [tapped.token_ids[position] for position in stored.positions],
         "prompt_tokens": tapped.num_prompt_tokens,
         "computed": tapped.computed_tokens,
@@ -45,12 +48,15 @@ class OmniCheckingCpuWorker(OmniCpuWorker):
         super().init_device()
 
     def check_rows(self):
-        """Per internal request id, what the memory sink keeps, held against the tap; empty on a rank without a cache.
+        """Per internal request id, what the sink keeps, held against the tap; empty on a rank without a cache.
 
         Flush before. Requests that the tap saw and the sink does not keep are not listed.
         """
         session = self.omni_core_session
         if session.sink is None:
             return {}
-        kept = [session.sink.request_by_internal_id(req_id) for req_id in session.sink.request_ids()]
+        if isinstance(session.sink, SafetensorsSink):
+            kept = map(read_request_file, request_files(session.sink.directory))
+        else:
+            kept = map(session.sink.request_by_internal_id, session.sink.request_ids())
         return {stored.req_id: held_against_tap(stored, session.tap) for stored in kept}

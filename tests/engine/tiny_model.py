@@ -23,7 +23,8 @@ class TwoOutputLlama(VllmLlama):
 
     def forward(self, *args, **kwargs):
         hidden_states = super().forward(*args, **kwargs)
-        self._codes = (hidden_states[:, :12].float() * 1024).to(torch.int32).view(-1, *CODES_SHAPE)
+        if isinstance(hidden_states, torch.Tensor):  # a pipeline's earlier ranks hand on intermediate tensors
+            self._codes = (hidden_states[:, :12].float() * 1024).to(torch.int32).view(-1, *CODES_SHAPE)
         return hidden_states
 
     def take_stage_outputs(self):

@@ -102,7 +102,7 @@ def expected(tokens):
 def test_chunks_decodes_and_hits_come_whole_with_both_keys_and_their_tokens(stages):
     stage = stages()
     fed = drive_two_requests(stage)
-    stage.session.flush(BOUND_S)
+    stage.session.flush(BOUND_S, still_running=())
     for req_id, tokens in fed.items():
         stored = stage.stored(req_id)
         assert stored.hidden_states.tolist() == expected(tokens)
@@ -131,7 +131,7 @@ def test_a_step_without_tokens_reports_ends_and_saves_nothing(stages):
     stage = stages()
     stage.step(fake.scheduled(new=[("a-00000001", PROMPT, [1, 2, 3], 0, 10)]), a_00000001=21)
     stage.step(fake.scheduled(finished=["a-00000001"]))
-    stage.session.flush(BOUND_S)
+    stage.session.flush(BOUND_S, still_running=())
     assert stage.stored("a-00000001").end is RequestEnd.FINISHED
     stats = stage.session.cache.stats()
     assert (stats.steps_saved, stats.live_requests) == (1, 0)
@@ -149,7 +149,7 @@ def test_a_dummy_run_never_reaches_the_cache_and_nothing_is_taken_after_it(stage
 def test_a_model_without_further_outputs_delivers_hidden_rows(stages):
     stage = stages(model=object())
     stage.step(fake.scheduled(new=[("a-00000001", PROMPT, [1, 2, 3], 0, 10)]))
-    stage.session.flush(BOUND_S)
+    stage.session.flush(BOUND_S, still_running=())
     assert set(stage.stored("a-00000001").rows) == {HIDDEN_KEY}
 
 
@@ -170,7 +170,7 @@ def test_rows_of_accepted_drafts_are_delivered_and_those_of_rejected_ones_never(
     fed = run_with_drafts(stage, [*drafts[:accepted], 35], drafts=drafts)
     next_position = len(fed)
     stage.step(fake.scheduled(running=[("a-00000001", next_position, 1, None)]), a_00000001=36)
-    stage.session.flush(BOUND_S)
+    stage.session.flush(BOUND_S, still_running=())
     stored = stage.stored("a-00000001")
     assert stored.token_ids.tolist() == [*fed, 35]
     assert stored.hidden_states.tolist() == expected([*fed, 35])
@@ -190,7 +190,7 @@ def test_a_request_beside_one_with_drafts_keeps_every_row(stages):
         a_00000001=[22],
         b_00000002=50,
     )
-    stage.session.flush(BOUND_S)
+    stage.session.flush(BOUND_S, still_running=())
     assert stage.stored("b-00000002").hidden_states.tolist() == expected(OTHER)
     assert stage.stored("a-00000001").hidden_states.tolist() == expected([*PROMPT, 21])
 
@@ -209,7 +209,7 @@ def test_accepted_drafts_behind_the_token_that_ends_the_request_are_left_out(sta
     stage = stages()
     run_with_drafts(stage, sampled, drafts=sampled[:2], max_tokens=max_tokens)
     stage.step(fake.scheduled(finished=["a-00000001"]))
-    stage.session.flush(BOUND_S)
+    stage.session.flush(BOUND_S, still_running=())
     stored = stage.stored("a-00000001")
     assert stored.token_ids.tolist() == [*PROMPT, 21, *sampled[:kept]]
     assert stored.hidden_states.tolist() == expected([*PROMPT, 21, *sampled[:kept]])
@@ -225,7 +225,7 @@ def test_a_step_whose_sampling_failed_keeps_the_rows_before_its_drafts(stages):
         )
     stage.runner.execute_model_state = None  # which vLLM does before it samples
     stage.step(fake.scheduled(finished=["a-00000001"]))
-    stage.session.flush(BOUND_S)
+    stage.session.flush(BOUND_S, still_running=())
     assert stage.stored("a-00000001").token_ids.tolist() == [*PROMPT, 21]
     assert stage.session.report()["cache"]["open_steps"] == 0
 
@@ -234,7 +234,7 @@ def test_a_prompt_given_as_embeddings_is_delivered_with_unknown_tokens(stages):
     stage = stages()
     stage.runner.input_batch.is_token_ids[:] = False
     stage.step(fake.scheduled(new=[("a-00000001", PROMPT, [1, 2, 3], 0, 10)]))
-    stage.session.flush(BOUND_S)
+    stage.session.flush(BOUND_S, still_running=())
     assert stage.stored("a-00000001").token_ids.tolist() == [-1] * 10
 
 
@@ -255,7 +255,7 @@ def test_an_error_of_the_cache_turns_it_off_and_the_engine_goes_on(stages, caplo
     assert stage.runner.forwards == 3
     assert calls == [call]
     assert [record.levelname for record in caplog.records] == ["ERROR"]
-    stage.session.flush(BOUND_S)
+    stage.session.flush(BOUND_S, still_running=())
     report = stage.session.report()
     assert report["off_reason"] == f"{call}: ValueError: the tables are gone"
     assert "the tables are gone" in report["delivery"]["failures"]["a-00000001"]
@@ -298,7 +298,7 @@ def test_rows_put_off_while_the_sink_stalls_come_when_it_moves_again(stages, mon
     gate.set()
     stage.session.flush(BOUND_S, still_running=["a-00000001"])
     stage.step(fake.scheduled(running=[("a-00000001", 11, 1, None)]), a_00000001=23)
-    stage.session.flush(BOUND_S)
+    stage.session.flush(BOUND_S, still_running=())
     report = stage.session.report()["delivery"]
     assert (report["steps_given_up"], report["stalls"]) == (2, 1)
     assert stage.stored("a-00000001").hidden_states.tolist() == expected([*PROMPT, 21, 22])
@@ -309,7 +309,7 @@ def test_a_request_of_which_no_row_was_delivered_is_reported_and_not_forgotten(s
     stage, gate = stage_with_a_stalled_sink(stages, monkeypatch)
     stage.step(fake.scheduled(new=[("b-00000002", PROMPT[:3], [4], 0, 3)], finished=["a-00000001"]))
     gate.set()
-    stage.session.flush(BOUND_S)
+    stage.session.flush(BOUND_S, still_running=())
     report = stage.session.report()["delivery"]
     assert report["requests_failed"] == 1
     assert "given up" in report["failures"]["b-00000002"]
@@ -318,7 +318,7 @@ def test_a_request_of_which_no_row_was_delivered_is_reported_and_not_forgotten(s
 def test_the_tap_sees_what_was_computed_with_and_without_the_cache(stages):
     stage = stages(tap=True)
     fed = drive_two_requests(stage)
-    stage.session.flush(BOUND_S)
+    stage.session.flush(BOUND_S, still_running=())
     plain = fake.FakeRunner()
     plain_tap = install_tap(plain)
     plain.execute_model(fake.scheduled(new=[("a-0", fed["a-00000001"], [1, 2, 3], 0, 11)]))
@@ -341,7 +341,7 @@ def test_the_tap_takes_a_models_outputs_once_per_forward(stages):
 def test_the_report_tells_of_every_part(stages):
     stage = stages()
     drive_two_requests(stage)
-    stage.session.flush(BOUND_S)
+    stage.session.flush(BOUND_S, still_running=())
     report = stage.session.report()
     assert report["gate"]["status"] == "supported"
     assert (report["sink"], report["backend"]) == ("memory", "cpu_sim")
@@ -362,7 +362,7 @@ def test_a_session_closes_once_and_still_reports(stages):
 def test_a_session_without_a_cache_says_why_and_has_nothing_to_flush():
     decision = GateDecision(GateStatus.IGNORED, "not_enabled", "the cache is off")
     session = StageSession(OmniSettings(), decision, parts=None, tap=None)
-    session.flush(BOUND_S)
+    session.flush(BOUND_S, still_running=())
     session.close(BOUND_S)
     assert session.cache is session.sink is session.backend is None
     assert session.report()["gate"] == {"status": "ignored", "rule": "not_enabled", "reason": "the cache is off"}

@@ -9,7 +9,13 @@ from typing import Any
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from omni_core.integrations.vllm.chosen_layers import capture_layers
-from omni_core.integrations.vllm.session import DEFAULT_FLUSH_TIMEOUT_S, StageSession
+from omni_core.integrations.vllm.rows_over_rpc import (
+    DEFAULT_RPC_FLUSH_TIMEOUT_S,
+    RowsEncoding,
+    flush_reply,
+    take_rows_reply,
+)
+from omni_core.integrations.vllm.session import StageSession
 from omni_core.integrations.vllm.settings import OmniSettings
 from omni_core.integrations.vllm.stage import check_stage, open_stage
 from omni_core.integrations.vllm.versions import adopt_engine_logging
@@ -59,12 +65,14 @@ class OmniCpuWorker(CPUWorker):  # type: ignore[misc]  # vLLM ships no types, so
         )
 
     def omni_core_flush(
-        self, still_running: Sequence[str] = (), timeout_s: float = DEFAULT_FLUSH_TIMEOUT_S
+        self, still_running: Sequence[str] | None = None, timeout_s: float | str = DEFAULT_RPC_FLUSH_TIMEOUT_S
     ) -> dict[str, Any]:
-        """`StageSession.flush`, for `llm.collective_rpc("omni_core_flush")`; returns the report after it."""
-        if self.omni_core_session is not None:
-            self.omni_core_session.flush(timeout_s, still_running)
-        return self.omni_core_report()
+        """`flush_reply`, for `collective_rpc("omni_core_flush")`: hands on what was computed and ends nothing."""
+        return flush_reply(self.omni_core_session, still_running, timeout_s)
+
+    def omni_core_take_rows(self, request_id: str, encoding: str = RowsEncoding.BASE64.value) -> dict[str, Any]:
+        """`take_rows_reply`, for `collective_rpc("omni_core_take_rows", args=(request_id,))`."""
+        return take_rows_reply(self.omni_core_session, request_id, encoding)
 
     def omni_core_report(self) -> dict[str, Any]:
         """`StageSession.report`, for `llm.collective_rpc("omni_core_report")`; empty before the KV cache is made."""

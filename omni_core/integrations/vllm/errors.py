@@ -28,5 +28,13 @@ class LayersNotCapturedError(IntegrationError):
     """A forward did not return the chosen layers, or the model hands out one of their keys itself."""
 
 
+class RowsNotKeptError(IntegrationError):
+    """Rows were asked of a stage whose sink hands them on and keeps none."""
+
+
+class RpcArgumentError(IntegrationError, ValueError):
+    """An argument of one of Omni Core's `collective_rpc` methods cannot be used; nothing was done."""
+
+
 class FlushTimeoutError(IntegrationError, TimeoutError):
     """Rows already computed did not reach the sink in time; names what they wait for."""

@@ -17,7 +17,7 @@ from omni_core.backend.base import DeviceBackend
 from omni_core.backend.registry import backend_for_tensor
 from omni_core.integrations.vllm.builder import StageBuilder
 from omni_core.integrations.vllm.chosen_layers import ChosenLayers
-from omni_core.integrations.vllm.errors import StageNotFoundError
+from omni_core.integrations.vllm.errors import RowsNotKeptError, StageNotFoundError
 from omni_core.integrations.vllm.request_ids import client_request
 from omni_core.integrations.vllm.runner_hooks import CurrentStep, StepHooks
 from omni_core.integrations.vllm.settings import OmniSettings
@@ -25,7 +25,6 @@ from omni_core.integrations.vllm.tap import ForwardTap
 from omni_core.integrations.vllm.versions import (
     in_process_worker,
     stage_outputs_model,
-    unfinished_request_ids,
 )
 from omni_core.prefix_cache.config import PrefixCacheConfig
 from omni_core.prefix_cache.gate import GateDecision
@@ -33,7 +32,9 @@ from omni_core.prefix_cache.manager import OmniPrefixCacheManager
 from omni_core.prefix_cache.policy import ModelCachePolicy
 from omni_core.runtime import Runtime
 from omni_core.sinks.base import StageSink
+from omni_core.sinks.memory import MemorySink
 from omni_core.sinks.registry import create_sink
+from omni_core.sinks.rows import StoredRequest
 
 _LOG = logging.getLogger(__name__)
 
@@ -167,18 +168,37 @@ class StageSession:
         """The device backend, on a stage with a cache."""
         return None if self._parts is None else self._parts.backend
 
-    def flush(self, timeout_s: float = DEFAULT_FLUSH_TIMEOUT_S, still_running: Collection[str] = ()) -> None:
-        """Hand every computed row to the sink and end the requests that are not `still_running`. Between steps.
+    def flush(self, timeout_s: float = DEFAULT_FLUSH_TIMEOUT_S, still_running: Collection[str] | None = None) -> None:
+        """Hand every computed row to the sink, and end the requests that are not `still_running`. Between steps.
 
         Args:
             timeout_s: the longest to wait.
-            still_running: internal ids of requests that go on; a request ended here gets no more rows.
+            still_running: internal ids of every request that goes on: one that is not named gets no more rows. `None`
+                ends no request.
 
         Raises:
             FlushTimeoutError: not done in time; may be repeated.
         """
         if self._parts is not None and not self._closed:
             self._parts.builder.flush(timeout_s, still_running)
+
+    def take(self, request_id: str) -> tuple[StoredRequest, ...]:
+        """Every ended request behind an id, the engine's or the client's, out of the memory sink, which forgets them.
+
+        Any thread; waits for a short lock only. Empty on a stage without a cache.
+
+        Raises:
+            RowsNotKeptError: the stage's sink keeps no rows.
+            RequestNotEndedError, UnknownRequestError: there is nothing to take (yet); says why.
+        """
+        if self._parts is None:
+            return ()
+        if not isinstance(self._parts.sink, MemorySink):
+            raise RowsNotKeptError(
+                f"request {request_id!r}: the sink {self.settings.sink!r} keeps no rows in the worker; read them where "
+                'it puts them, or set "sink": "memory"'
+            )
+        return self._parts.sink.take_all(request_id)
 
     def report(self) -> dict[str, Any]:
         """Plain dicts, lists, strings and numbers; any thread. `delivery` and `cache` only on a stage with a cache."""
@@ -221,15 +241,6 @@ def stage_session(llm: Any) -> StageSession:
             'worker_cls="omni_core.integrations.vllm.cpu_worker.OmniCpuWorker"'
         )
     return found
-
-
-def flush_stage(llm: Any, timeout_s: float = DEFAULT_FLUSH_TIMEOUT_S) -> None:
-    """Hand every row an `LLM` has computed to its sink and end its finished requests there.
-
-    Raises:
-        FlushTimeoutError: not done in time (from an engine in another process: vLLM's own error with that text).
-    """
-    llm.collective_rpc("omni_core_flush", args=(unfinished_request_ids(llm), timeout_s))
 
 
 def _plain(value: Any) -> Any:

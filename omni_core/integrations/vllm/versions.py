@@ -1,26 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The only place that knows where a vLLM version keeps things. Everything here was read in, and run on, vLLM 0.32.
+"""The only place that knows where a vLLM version keeps things. Which ones: `engine_releases.py`.
 
-The other modules of this package use plain attribute access on documented objects; whatever has to be looked for,
-differs between versions, or reaches through several of vLLM's objects, stands here, one function per fact.
+The other modules of this package use plain attribute access on the names that `engine_contract.py` lists; whatever has
+to be looked for, differs between versions, or reaches through several of vLLM's objects, stands here, one function per
+fact.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
 
+from omni_core.integrations.vllm.engine_contract import EngineFact, contract_of
+from omni_core.integrations.vllm.engine_releases import NEWEST_RELEASE, release_of
+from omni_core.integrations.vllm.engine_sources import EngineSources
 from omni_core.integrations.vllm.errors import RowsBeyondTableError, SettingsError, StageNotFoundError
 from omni_core.integrations.vllm.ledger import UNKNOWN_TOKEN_ID
 from omni_core.integrations.vllm.step_events import SchedulerOutput, num_draft_tokens
-
-SUPPORTED_RELEASE = (0, 32)
-"""Major and minor version of the vLLM releases this integration was run on."""
 
 STAGE_OUTPUTS_METHOD = "take_stage_outputs"
 """The method under which a model hands out what it computed beside its hidden state."""
@@ -70,20 +74,16 @@ def engine_version() -> str:
     return str(vllm.__version__)
 
 
-def engine_version_problem(version: str, *, uses_v2_runner: bool = False) -> str | None:
-    """Why this vLLM is not supported, as one sentence; `None` if it is. Pure.
+@functools.cache
+def engine_lacks() -> tuple[EngineFact, ...]:
+    """Facts of the contract that the installed vLLM's source text does not have; empty for a vLLM that can be served.
 
-    Args:
-        version: vLLM's version; a local part such as `+cpu` is allowed.
-        uses_v2_runner: whether the worker runs vLLM's second model runner, which keeps no block table on the host.
+    Reads some forty files of it, about a second, once per process; at start only.
     """
-    release = version.split("+", 1)[0].split(".")
-    supported = ".".join(map(str, SUPPORTED_RELEASE))
-    if tuple(release[:2]) != tuple(map(str, SUPPORTED_RELEASE)):
-        return f"this integration was made for vLLM {supported}.x; install one of those or turn the cache off"
-    if uses_v2_runner:
-        return "model runner V2 is not supported; set VLLM_USE_V2_MODEL_RUNNER=0"
-    return None
+    found = importlib.util.find_spec("vllm")
+    folders = [] if found is None else found.submodule_search_locations or []
+    sources = EngineSources(Path(folders[0]) if folders else Path())
+    return sources.lacking(contract_of(release_of(engine_version()) or NEWEST_RELEASE))
 
 
 def adopt_engine_logging() -> None:
@@ -116,17 +116,23 @@ def is_last_pipeline_rank() -> bool:
 def carry_layers_over_pipeline(model: Any, named: str) -> None:
     """Let a later pipeline rank's buffers take the layers that earlier ranks send. After the layers were set.
 
-    vLLM 0.32 does so for its second model runner only (`v1/worker/gpu/spec_decode/eagle/eagle3_utils.py`); the buffers
-    are the same ones.
+    vLLM does so from 0.30 on, for its second model runner only (`v1/worker/gpu/spec_decode/eagle/eagle3_utils.py`); the
+    buffers are the same ones.
 
     Raises:
-        SettingsError: the model does not send layers from one pipeline rank to the next; `named` begins its text.
+        SettingsError: neither this vLLM nor the model sends layers from one pipeline rank to the next; `named` begins
+            its text.
     """
-    from vllm.v1.worker.gpu.spec_decode.eagle.eagle3_utils import (
-        reserve_aux_intermediate_tensor_slots,
-        verify_supports_aux_hidden_states_over_pp,
-    )
-
+    try:
+        from vllm.v1.worker.gpu.spec_decode.eagle.eagle3_utils import (
+            reserve_aux_intermediate_tensor_slots,
+            verify_supports_aux_hidden_states_over_pp,
+        )
+    except ImportError:
+        raise SettingsError(
+            f"{named}: vLLM {engine_version()} does not send layers from one pipeline rank to the next (0.30 does); "
+            "use pipeline_parallel_size=1, or leave layers out"
+        ) from None
     try:
         verify_supports_aux_hidden_states_over_pp(model, "captured layers")
     except ValueError as error:
@@ -142,8 +148,9 @@ def attention_group_kinds(kv_cache_config: Any) -> tuple[str, ...]:
 
 
 def prefix_replay_tokens(kv_cache_config: Any) -> int:
-    """Tokens of a hit that the engine computes again, the most of all groups."""
-    return max((int(g.kv_cache_spec.prefix_replay_tokens) for g in kv_cache_config.kv_cache_groups), default=0)
+    """Tokens of a hit that the engine computes again, the most of all groups. Before vLLM 0.31 none did."""
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    return max((int(spec.prefix_replay_tokens) for spec in specs if hasattr(spec, "prefix_replay_tokens")), default=0)
 
 
 def request_ids_are_randomised() -> bool:
@@ -163,6 +170,13 @@ def stage_outputs_model(model: Any) -> StageOutputsModel | None:
     if callable(getattr(model, STAGE_OUTPUTS_METHOD, None)):
         return cast("StageOutputsModel", model)
     return None
+
+
+def prompt_token_ids(new: Any) -> Sequence[int]:
+    """The prompt of a request scheduled for the first time; `UNKNOWN_TOKEN_ID` where it was given as embeddings."""
+    if new.prompt_token_ids is not None:
+        return cast("Sequence[int]", new.prompt_token_ids)
+    return [UNKNOWN_TOKEN_ID] * len(new.prompt_embeds)
 
 
 def step_arrays(runner: Any, scheduler_output: SchedulerOutput, group_index: int) -> StepArrays:
@@ -224,3 +238,13 @@ def in_process_worker(llm: Any) -> Any:
 def unfinished_request_ids(llm: Any) -> list[str]:
     """Internal ids of the requests that an `LLM` has not finished."""
     return list(llm.llm_engine.output_processor.request_states)
+
+
+async def collective_rpc_of_every_engine(engine: Any, method: str, args: tuple[Any, ...]) -> list[Any]:
+    """Call a method of every worker of an `AsyncLLM`, on every data-parallel engine; the answers in one list.
+
+    `AsyncLLM.collective_rpc` also calls them all, but `DPLBAsyncMPClient.call_utility_async` (0.32) returns the first
+    engine's answers only.
+    """
+    answers = await engine.engine_core.call_utility_all_async("collective_rpc", method, None, args, {})
+    return [answer for of_engine in answers for answer in of_engine]

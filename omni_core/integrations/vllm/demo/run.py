@@ -102,7 +102,7 @@ def run_phase(job: DemoJob, progress: ProgressPipe) -> PhaseResult:
     served = _served(answers, tap)
     if job.phase is Phase.CACHE_ON:
         progress.say(f"{label}: holding the files against the tap")
-        session.flush()
+        session.flush(still_running=())
         delivered = _checked_files(Path(job.rows_directory), answers, tap)
         return PhaseResult(tuple(times), served, delivered=delivered, stage_report=session.report())
     compared = _compared(llm, job, prompts, tap, progress)

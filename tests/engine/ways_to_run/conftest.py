@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs each way once, in a process of its own, and gives the tests what it saw."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+ENGINE_TESTS = HERE.parent
+TIMEOUT_S = 500
+
+
+def environment(**variables):
+    """The environment for a vLLM whose other processes must find the checking worker."""
+    path = os.pathsep.join(filter(None, (str(ENGINE_TESTS), str(HERE), os.environ.get("PYTHONPATH"))))
+    return os.environ | {"PYTHONPATH": path, "PYTHONWARNINGS": "default", "OMP_NUM_THREADS": "1"} | variables
+
+
+@pytest.fixture(scope="session")
+def run_way(tmp_path_factory):
+    """`run_way(name)`: what `run_way.py` wrote for this way."""
+    seen = {}
+
+    def run_once(name):
+        if name not in seen:
+            seen[name] = _run(name, tmp_path_factory.mktemp(name) / "seen.json")
+        return seen[name]
+
+    return run_once
+
+
+def _run(name, result):
+    run = subprocess.run(
+        [sys.executable, str(HERE / "run_way.py"), name, str(result)],
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+        env=environment(),
+    )
+    assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-6000:]
+    return json.loads(result.read_text())
