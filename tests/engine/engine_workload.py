@@ -78,7 +78,7 @@ class Engine:
         self.llm = LLM(
             model=model,
             dtype="float32",
-            enforce_eager=True,
+            enforce_eager=options.pop("enforce_eager", True),
             skip_tokenizer_init=True,
             max_model_len=512,
             block_size=block_size,

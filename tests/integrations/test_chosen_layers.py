@@ -90,7 +90,7 @@ class Stage:
         self.runner.sample_tokens({name.replace("_", "-"): token for name, token in sampled.items()})
 
     def stored(self, req_id):
-        self.session.flush(BOUND_S)
+        self.session.flush(BOUND_S, still_running=())
         return self.session.sink.request_by_internal_id(req_id)
 
 

@@ -29,7 +29,9 @@ def test_every_setting_is_read():
         sink_queue_bytes=1 << 20,
         shutdown_timeout_s=9,
         extra_row_bytes=1024,
+        layers=[7, 0, 3],
         on_error="raise",
+        allow_untested_version=True,
         tap=True,
     )
     assert settings == OmniSettings(
@@ -44,7 +46,9 @@ def test_every_setting_is_read():
         sink_queue_bytes=1 << 20,
         shutdown_timeout_s=9.0,
         extra_row_bytes=1024,
+        layers=(0, 3, 7),
         on_error=OnError.RAISE,
+        allow_untested_version=True,
         tap=True,
     )
 
@@ -77,6 +81,13 @@ def test_an_unknown_setting_without_a_near_one_lists_them_all():
         ("staging_depth", True),
         ("staging_depth", 2.0),
         ("extra_row_bytes", -1),
+        ("layers", 3),
+        ("layers", "3"),
+        ("layers", [1, -1]),
+        ("layers", [1, 2.0]),
+        ("layers", [True]),
+        ("layers", [2, 2]),
+        ("layers", {"1": 2}),
         ("on_error", "ignore"),
         ("on_slow_sink", "block"),
         ("sink_queue_bytes", 0),
