@@ -88,12 +88,12 @@ def test_the_engine_never_waits_for_a_sink_that_is_stuck_for_ever_and_memory_sta
         assert 0 < submitted < 100
         assert report["steps_given_up"] == 10_000 - submitted
         assert report["sink_queue_peak_bytes"] < 2 * queue_bytes
-        assert report["sink_queue_entries"] < 200
+        assert report["sink_queue_entries"] < 1024 + 200
         assert report["entries_waiting"] == report["steps_open"] == 0
         assert report["requests_open"] == 3
         assert len(report["failures"]) <= 1024
         assert report["requests_failed"] == 9_997 - submitted
-        assert report["last_words_dropped"] > 9_000
+        assert report["last_words_dropped"] > 8_000
         assert (report["stalls"], report["sink_stalls"]) == (1, 1)
         assert cache.unreleased == submitted
 

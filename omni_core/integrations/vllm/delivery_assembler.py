@@ -196,7 +196,7 @@ class DeliveryAssembler:
         if ledger.rows_fed:
             self._feeder.end(last_word)
         else:
-            self._feeder.end_if_room(last_word)
+            self._feeder.end_rowless(last_word)
 
     def _last_word(self, ledger: RequestLedger, end: RequestEnd) -> SinkRequestEnd:
         return SinkRequestEnd(

@@ -39,7 +39,7 @@ class Count(Enum):
     REQUESTS_FAILED = "requests_failed"
     REQUESTS_WITH_SINK_ERRORS = "requests_with_sink_errors"
     LAST_WORDS_DROPPED = "last_words_dropped"
-    """Failed requests without a row whose end the sink was not told, because its queue was full."""
+    """Failed requests without a row whose end the sink was not told, because too many waited."""
 
 
 class DeliveryLog:

@@ -122,7 +122,6 @@ class StageParts:
         """
         timeout_s = self._shutdown_timeout_s if timeout_s is None else timeout_s
         deadline_s = self._runtime.monotonic_s() + timeout_s
-        atexit.unregister(self.close)
         if not self.builder.close(timeout_s):
             _LOG.error(
                 "the sink did not finish within %.1f s (shutdown_timeout_s) at shutdown; requests it had not finished "
@@ -131,6 +130,8 @@ class StageParts:
             )
         self.cache.close(max(_LEAST_CLOSE_TIMEOUT_S, deadline_s - self._runtime.monotonic_s()))
         self.backend.close()
+        # Last, so that a process that ends while another thread is in here waits for the sink all the same.
+        atexit.unregister(self.close)
 
 
 class StageSession:

@@ -3,7 +3,7 @@
 
 Nobody waits for the sink but this thread. Whoever saves a step asks `has_room` first; a step that was let in is queued
 whatever its size, so a delivery bigger than the whole queue passes too. What can wait here is therefore
-`max_queue_bytes`, and the rows of the steps that were let in before it was reached.
+`max_queue_bytes`, the rows of the steps that were let in before it was reached, and a thousand last words.
 """
 
 from __future__ import annotations
@@ -22,6 +22,9 @@ from omni_core.sinks.base import RequestKey, SinkDelivery, SinkRequestEnd, Stage
 
 _ENTRY_BYTES = 1024
 """What a delivery or an end costs beside its rows, so that a queue of empty ones is bounded too."""
+_MAX_ROWLESS_ENDS = 1024
+"""Most last words on requests without a row that wait for the sink. There may be more such requests than any queue
+holds; of requests with rows there are no more than their rows found room for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +39,13 @@ class FedStep:
 class _Entry:
     item: FedStep | SinkRequestEnd
     nbytes: int
+    is_rowless_end: bool = False
 
 
 class SinkFeeder:
     """Feeds one sink in the order of its queue; closes it as the last act of its thread.
 
-    `feed`, `end` and `end_if_room` belong to the builder thread; everything else may be called from any thread. Only
+    `feed`, `end` and `end_rowless` belong to the builder thread; everything else may be called from any thread. Only
     `wait_for_room`, `wait_until_fed` and `join` wait, each in bounded time; no other call waits for the sink.
     """
 
@@ -62,6 +66,7 @@ class SinkFeeder:
         self._queue: deque[_Entry] = deque()
         self._queued_bytes = 0
         self._peak_bytes = 0
+        self._rowless_ends = 0
         self._entries_queued = 0
         self._entries_done = 0
         self._calls_returned = 0
@@ -79,12 +84,14 @@ class SinkFeeder:
         """Queue the last word on a request of which rows were fed. Never blocks; as many as requests with rows."""
         self._append(_Entry(end, _ENTRY_BYTES))
 
-    def end_if_room(self, end: SinkRequestEnd) -> None:
-        """Queue the last word on a request of which no row was fed; dropped and counted when there is no room."""
-        if self.has_room():
-            self._append(_Entry(end, _ENTRY_BYTES))
-        else:
+    def end_rowless(self, end: SinkRequestEnd) -> None:
+        """Queue the last word on a request of which no row was fed; dropped and counted if too many wait."""
+        with self._lock:
+            dropped = self._rowless_ends >= _MAX_ROWLESS_ENDS
+        if dropped:
             self._log.count(Count.LAST_WORDS_DROPPED)
+        else:
+            self._append(_Entry(end, 0, is_rowless_end=True))
 
     def has_room(self) -> bool:
         """Whether a further step may be let in. Never blocks."""
@@ -146,6 +153,7 @@ class SinkFeeder:
             self._queue.append(entry)
             self._entries_queued += 1
             self._queued_bytes += entry.nbytes
+            self._rowless_ends += entry.is_rowless_end
             self._peak_bytes = max(self._peak_bytes, self._queued_bytes)
             self._changed.notify_all()
 
@@ -160,6 +168,7 @@ class SinkFeeder:
             with self._lock:
                 self._entries_done += 1
                 self._queued_bytes -= entry.nbytes
+                self._rowless_ends -= entry.is_rowless_end
                 if 2 * self._queued_bytes <= self._max_queue_bytes:
                     self._stalled = False
                 self._changed.notify_all()
