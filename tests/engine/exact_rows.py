@@ -35,6 +35,8 @@ def make_rows_exact() -> None:
 
     custom_ops.onednn_mm = multiply_at_least_two_rows
 
+    if not hasattr(CpuPlatform, "register_triton_kernel_overrides"):
+        return  # vLLM before 0.31 registers none
     register = CpuPlatform.register_triton_kernel_overrides
     done = []
 

@@ -67,6 +67,8 @@ class OmniSettings:
     """Decoder layers whose outputs are captured as keys `hidden_states.layer_N`; ascending, each once."""
     on_error: OnError = OnError.ISOLATE
     """What an unexpected error of the cache does to the engine."""
+    allow_untested_version: bool = False
+    """Whether a vLLM release that was never run is let through if its source text has all that is rested on."""
     tap: bool = False
     """Keep every forward's rows in memory for verification. Grows without bound; for demonstrations and tests."""
 
@@ -102,7 +104,7 @@ class OmniSettings:
 
 def _checked(name: str, value: Any) -> Any:
     match name:
-        case "enabled" | "tap":
+        case "enabled" | "tap" | "allow_untested_version":
             return _require(name, value, isinstance(value, bool), "true or false")
         case "sink":
             return _require(name, value, isinstance(value, str) and value != "", "the name of a sink")

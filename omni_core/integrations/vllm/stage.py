@@ -19,6 +19,7 @@ from omni_core.integrations.vllm.tap import install_tap
 from omni_core.integrations.vllm.versions import (
     attention_group_kinds,
     block_table_block_size,
+    engine_lacks,
     engine_version,
     is_output_rank,
     prefix_replay_tokens,
@@ -38,7 +39,15 @@ def check_stage(settings: OmniSettings, vllm_config: Any, *, uses_v2_runner: boo
         GateRefusedError: the gate refuses.
         SettingsError: layers were asked for that this engine cannot give.
     """
-    decide(stage_facts(settings, vllm_config, engine_version=engine_version(), uses_v2_runner=uses_v2_runner))
+    decide(
+        stage_facts(
+            settings,
+            vllm_config,
+            engine_version=engine_version(),
+            engine_lacks=engine_lacks() if settings.enabled else (),
+            uses_v2_runner=uses_v2_runner,
+        )
+    )
     check_layers(settings, vllm_config)
 
 

@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from omni_core.integrations.vllm.chosen_layers import ChosenLayers
+from omni_core.integrations.vllm.engine_contract import EngineFact
+from omni_core.integrations.vllm.engine_releases import engine_version_problem
 from omni_core.integrations.vllm.errors import GateRefusedError
 from omni_core.integrations.vllm.settings import OmniSettings
-from omni_core.integrations.vllm.versions import engine_version_problem
 from omni_core.prefix_cache.config import PrefixCacheConfig
 from omni_core.prefix_cache.gate import GateDecision, GateStatus, StageFacts, stage_prefix_cache_config
 
@@ -33,6 +35,7 @@ def stage_facts(
     vllm_config: Any,
     *,
     engine_version: str,
+    engine_lacks: Sequence[EngineFact] = (),
     uses_v2_runner: bool = False,
     is_output_rank: bool = True,
     kv_groups: KvGroups | None = None,
@@ -43,6 +46,7 @@ def stage_facts(
         settings: the operator's.
         vllm_config: vLLM's configuration, resolved.
         engine_version: vLLM's.
+        engine_lacks: facts of the contract that its source text does not have.
         uses_v2_runner: whether the worker runs vLLM's second model runner.
         is_output_rank: to be left out before the distributed groups exist.
         kv_groups: to be left out before the KV cache is made; what it would say is then taken to be right.
@@ -69,7 +73,12 @@ def stage_facts(
         block_table_block_size=groups.block_table_block_size,
         kv_sharing_fast_prefill=bool(cache_config.kv_sharing_fast_prefill),
         engine_version=engine_version,
-        engine_version_problem=engine_version_problem(engine_version, uses_v2_runner=uses_v2_runner),
+        engine_version_problem=engine_version_problem(
+            engine_version,
+            lacking=engine_lacks,
+            uses_v2_runner=uses_v2_runner,
+            allow_untested=settings.allow_untested_version,
+        ),
     )
 
 

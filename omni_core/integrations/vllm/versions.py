@@ -8,6 +8,7 @@ fact.
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import importlib.util
 import logging
@@ -243,8 +244,11 @@ def unfinished_request_ids(llm: Any) -> list[str]:
 async def collective_rpc_of_every_engine(engine: Any, method: str, args: tuple[Any, ...]) -> list[Any]:
     """Call a method of every worker of an `AsyncLLM`, on every data-parallel engine; the answers in one list.
 
-    `AsyncLLM.collective_rpc` also calls them all, but `DPLBAsyncMPClient.call_utility_async` (0.32) returns the first
-    engine's answers only.
+    `AsyncLLM.collective_rpc` also calls them all, but `DPLBAsyncMPClient.call_utility_async` returns the first engine's
+    answers only, and the call that returns all of them came with vLLM 0.32; both make the call that is made here.
     """
-    answers = await engine.engine_core.call_utility_all_async("collective_rpc", method, None, args, {})
-    return [answer for of_engine in answers for answer in of_engine]
+    client = engine.engine_core
+    calls = [
+        client._call_utility_async("collective_rpc", method, None, args, {}, engine=one) for one in client.core_engines
+    ]
+    return [answer for of_engine in await asyncio.gather(*calls) for answer in of_engine]

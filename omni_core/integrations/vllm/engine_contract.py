@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What of vLLM this integration rests on, as data: every name it reads, calls, overrides or sets, once.
+
+`engine_sources.py` reads a vLLM's source text and says which of these facts it lacks: at start for the vLLM that runs,
+in tests for any wheel. A vLLM that changed one of them is refused by that name, before its model is loaded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import TypeAlias
+
+Release: TypeAlias = tuple[int, int]
+"""Major and minor version."""
+
+FIRST_RELEASE: Release = (0, 27)
+
+
+class FactKind(Enum):
+    """What is said of an owner's name."""
+
+    MEMBER = "has"
+    """A class has it: a field, a method, a property, or an attribute that a method sets. A module defines it."""
+    CALL = "takes"
+    """A function or method whose first parameters, `self` aside, have these names in this order."""
+    BASE = "extends"
+    """A class names it among its bases."""
+    EXPRESSION = "says"
+    """A function or method contains this expression or statement, in the form `ast.unparse` gives it."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFact:
+    """One fact of vLLM's source text."""
+
+    module: str
+    """Path below the `vllm` package."""
+    owner: str | None
+    """A class of the module; `None` for the module itself."""
+    name: str
+    kind: FactKind = FactKind.MEMBER
+    detail: tuple[str, ...] = ()
+    """Of a call, its parameters; of an expression, that one."""
+    since: Release = FIRST_RELEASE
+    """The first release that has it; what older ones do instead stands in `versions.py`."""
+
+    def __str__(self) -> str:
+        where = self.module if self.owner is None else f"{self.module}: {self.owner}"
+        detail = f" ({', '.join(self.detail)})" if self.detail else ""
+        return f"{where} {self.kind.value} {self.name}{detail}"
+
+
+def _has(module: str, owner: str | None, *names: str, since: Release = FIRST_RELEASE) -> tuple[EngineFact, ...]:
+    return tuple(EngineFact(module, owner, name, since=since) for name in names)
+
+
+def _takes(module: str, owner: str | None, name: str, *parameters: str) -> EngineFact:
+    return EngineFact(module, owner, name, FactKind.CALL, parameters)
+
+
+def _says(module: str, owner: str | None, name: str, expression: str) -> EngineFact:
+    return EngineFact(module, owner, name, FactKind.EXPRESSION, (expression,))
+
+
+_OUTPUT = "v1/core/sched/output.py"
+_RUNNER = "v1/worker/gpu_model_runner.py"
+_CPU_RUNNER = "v1/worker/cpu_model_runner.py"
+_BATCH = "v1/worker/gpu_input_batch.py"
+_TABLE = "v1/worker/block_table.py"
+_WORKER = "v1/worker/gpu_worker.py"
+_CPU_WORKER = "v1/worker/cpu_worker.py"
+_KV = "v1/kv_cache_interface.py"
+_PARALLEL = "distributed/parallel_state.py"
+
+SCHEDULER_OUTPUT = (
+    *_has(_OUTPUT, "NewRequestData", "req_id", "prompt_token_ids", "prefill_token_ids", "block_ids"),
+    *_has(_OUTPUT, "NewRequestData", "num_computed_tokens", "prompt_embeds", "lora_request", "mm_features"),
+    *_has(_OUTPUT, "CachedRequestData", "req_ids", "resumed_req_ids", "all_token_ids", "new_block_ids"),
+    *_has(_OUTPUT, "CachedRequestData", "num_computed_tokens"),
+    *_has(_OUTPUT, "SchedulerOutput", "scheduled_new_reqs", "scheduled_cached_reqs", "num_scheduled_tokens"),
+    *_has(_OUTPUT, "SchedulerOutput", "total_num_scheduled_tokens", "finished_req_ids"),
+    *_has(_OUTPUT, "SchedulerOutput", "scheduled_spec_decode_tokens", "kv_cache_block_copies"),
+    *_has("v1/core/kv_cache_utils.py", "KVCacheBlockCopy", "src_block_id", "dst_block_id"),
+)
+"""What a step brings, read by `step_events.py` and `tap.py`."""
+
+MODEL_RUNNER = (
+    EngineFact(_CPU_RUNNER, "CPUModelRunner", "GPUModelRunner", FactKind.BASE),
+    *_has(_CPU_RUNNER, "CPUModelRunner", "get_model"),
+    _takes(_RUNNER, "GPUModelRunner", "execute_model", "scheduler_output"),
+    _takes(_RUNNER, "GPUModelRunner", "sample_tokens", "grammar_output"),
+    _says(_RUNNER, "GPUModelRunner", "sample_tokens", "self.execute_model_state = None"),
+    *_has(_RUNNER, "GPUModelRunner", "execute_model_state", "input_batch", "requests", "max_model_len", "device"),
+    *_has(_RUNNER, "GPUModelRunner", "query_start_loc", "input_ids", "positions", "is_pooling_model"),
+    *_has(_RUNNER, "GPUModelRunner", "use_aux_hidden_state_outputs", "parallel_config"),
+    *_has(_RUNNER, "ExecuteModelState", "hidden_states", "aux_hidden_states"),
+    *_has(_BATCH, "InputBatch", "req_ids", "block_table", "num_computed_tokens_cpu", "token_ids_cpu", "is_token_ids"),
+    *_has(_BATCH, "CachedRequestState", "output_token_ids", "sampling_params", "num_prompt_tokens"),
+    *_has(_TABLE, "BlockTable", "block_size", "num_blocks_per_row", "block_table"),
+    _takes(_TABLE, "MultiGroupBlockTable", "__getitem__", "idx"),
+    *_has("v1/utils.py", "CpuGpuBuffer", "np", "gpu"),
+    *_has("v1/outputs.py", "ModelRunnerOutput", "sampled_token_ids", "req_id_to_index"),
+    *_has("sampling_params.py", "SamplingParams", "max_tokens", "eos_token_id", "stop_token_ids"),
+    _takes("model_executor/models/interfaces.py", "SupportsEagle3", "set_aux_hidden_state_layers", "layers"),
+)
+"""What a step leaves behind, read by `versions.py`, `runner_hooks.py`, `accepted_tokens.py` and `chosen_layers.py`."""
+
+WORKER = (
+    EngineFact(_CPU_WORKER, "CPUWorker", "Worker", FactKind.BASE),
+    _takes(_CPU_WORKER, "CPUWorker", "init_device"),
+    _takes(_WORKER, "Worker", "load_model"),
+    _takes(_WORKER, "Worker", "initialize_from_config", "kv_cache_config"),
+    _takes(_WORKER, "Worker", "shutdown"),
+    *_has(_WORKER, "Worker", "use_v2_model_runner", "model_runner"),
+    *_has("v1/worker/worker_base.py", "WorkerBase", "vllm_config", "rank"),
+    *_has(_PARALLEL, None, "get_pp_group", "get_tp_group", "get_pcp_group"),
+    *_has(_PARALLEL, "GroupCoordinator", "is_last_rank", "rank_in_group"),
+)
+"""What a worker class overrides or asks."""
+
+CONFIGURATION = (
+    *_has("config/vllm.py", "VllmConfig", "cache_config", "parallel_config", "scheduler_config", "model_config"),
+    *_has("config/vllm.py", "VllmConfig", "kv_transfer_config", "speculative_config", "kernel_config"),
+    *_has("config/vllm.py", "VllmConfig", "additional_config"),
+    *_has("config/cache.py", "CacheConfig", "enable_prefix_caching", "kv_sharing_fast_prefill"),
+    *_has("config/parallel.py", "ParallelConfig", "decode_context_parallel_size", "prefill_context_parallel_size"),
+    *_has("config/parallel.py", "ParallelConfig", "data_parallel_size_local", "pipeline_parallel_size"),
+    *_has("config/scheduler.py", "SchedulerConfig", "policy", "max_num_batched_tokens", "async_scheduling"),
+    *_has("config/model.py", "ModelConfig", "runner_type", "dtype", "get_hidden_size", "get_total_num_hidden_layers"),
+    *_has("config/speculative.py", "SpeculativeConfig", "num_speculative_tokens", "method"),
+    *_has("config/kv_transfer.py", "KVTransferConfig", "kv_role"),
+    *_has("config/kernel.py", "IrOpPriorityConfig", "fused_add_rms_norm"),
+    *_has("config/kernel.py", "KernelConfig", "ir_op_priority"),
+    *_has(_KV, "KVCacheConfig", "num_blocks", "kv_cache_groups"),
+    *_has(_KV, "KVCacheGroupSpec", "kv_cache_spec"),
+    *_has(_KV, "KVCacheSpec", "block_size"),
+    *_has(_KV, "KVCacheSpec", "prefix_replay_tokens", since=(0, 31)),
+    *_has(_KV, "KVCacheSpecKind", "FULL_ATTENTION"),
+    _takes(_KV, None, "get_kv_cache_spec_kind", "kv_cache_spec"),
+    *_has("envs.py", None, "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION"),
+)
+"""What the gate is told, read by `stage_facts.py` and `versions.py`."""
+
+CLIENT = (
+    _says("v1/engine/input_processor.py", "InputProcessor", "assign_request_id", "random_uuid():.8"),
+    _says("v1/engine/parallel_sampling.py", "ParentRequest", "get_child_info", "f'{index}_{self.request_id}'"),
+    _takes("entrypoints/llm.py", "LLM", "collective_rpc", "method", "timeout", "args"),
+    *_has("entrypoints/llm.py", "LLM", "llm_engine"),
+    *_has("v1/engine/llm_engine.py", "LLMEngine", "engine_core", "output_processor"),
+    *_has("v1/engine/output_processor.py", "OutputProcessor", "request_states"),
+    *_has("v1/engine/core_client.py", "InprocClient", "engine_core"),
+    *_has("v1/engine/core.py", "EngineCore", "model_executor"),
+    *_has("v1/engine/async_llm.py", "AsyncLLM", "engine_core"),
+    *_has("v1/engine/core_client.py", "MPClient", "core_engines"),
+    _takes("v1/engine/core_client.py", "AsyncMPClient", "_call_utility_async", "method"),
+    *_has("v1/executor/uniproc_executor.py", "UniProcExecutor", "driver_worker"),
+    *_has("v1/worker/worker_base.py", "WorkerWrapperBase", "worker"),
+)
+"""What a client's side asks, read by `request_ids.py`, `session.py` and `versions.py`."""
+
+ENGINE_CONTRACT = (*SCHEDULER_OUTPUT, *MODEL_RUNNER, *WORKER, *CONFIGURATION, *CLIENT)
+
+
+def contract_of(release: Release) -> tuple[EngineFact, ...]:
+    """The facts a release must have."""
+    return tuple(fact for fact in ENGINE_CONTRACT if fact.since <= release)

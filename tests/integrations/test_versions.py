@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which vLLM is served: the verdict on a version, and what a start finds in the source text of the one that runs."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from omni_core.integrations.vllm.engine_releases import ENGINE_RELEASES, Runs, engine_version_problem
+from omni_core.integrations.vllm.versions import prefix_replay_tokens
+
+LACKING = "v1/core/sched/output.py: SchedulerOutput has finished_req_ids"
+
+
+@pytest.mark.parametrize("version", [one.tested for one in ENGINE_RELEASES])
+@pytest.mark.parametrize("tail", ["", "+cpu", "rc1", ".post2"])
+def test_a_release_the_engine_tests_pass_on_is_served(version, tail):
+    assert engine_version_problem(version + tail) is None
+
+
+def test_a_patch_of_such_a_release_is_served():
+    assert engine_version_problem("0.27.9") is None
+
+
+@pytest.mark.parametrize("version", ["0.26.0", "0.33.0", "1.32.0", "dev", "0.3", ""])
+def test_another_version_is_refused_and_the_setting_that_lets_it_try_is_named(version):
+    problem = engine_version_problem(version)
+    assert "install one of those" in problem
+    assert "vLLM 0.27 to 0.32" in problem
+    assert "omni_core.allow_untested_version=true" in problem
+
+
+def test_the_operator_may_let_a_version_try_that_lacks_nothing():
+    assert engine_version_problem("0.33.0", allow_untested=True) is None
+
+
+@pytest.mark.parametrize("version", ["0.33.0", "0.32.0"])
+@pytest.mark.parametrize("allow_untested", [True, False])
+def test_a_version_that_lacks_something_is_refused_by_its_name_whatever_was_allowed(version, allow_untested):
+    problem = engine_version_problem(version, lacking=[LACKING, "another"], allow_untested=allow_untested)
+    assert LACKING in problem
+    assert "and 1 more" in problem
+    assert "allow_untested_version" not in problem
+
+
+@pytest.mark.parametrize("version", ["0.27.0", "0.32.0"])
+def test_the_second_model_runner_is_refused_on_every_release(version):
+    assert "VLLM_USE_V2_MODEL_RUNNER=0" in engine_version_problem(version, uses_v2_runner=True)
+
+
+def test_the_releases_are_in_order_and_the_newest_is_the_one_every_run_uses():
+    assert [one.release for one in ENGINE_RELEASES] == sorted(one.release for one in ENGINE_RELEASES)
+    assert [one.runs for one in ENGINE_RELEASES].count(Runs.ALWAYS) == 1
+    assert ENGINE_RELEASES[-1].runs is Runs.ALWAYS
+
+
+def kv_cache_config(*specs):
+    return SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec) for spec in specs])
+
+
+def test_groups_that_know_of_no_replay_replay_nothing():
+    """Before vLLM 0.31 a group's spec has no such property."""
+    assert prefix_replay_tokens(kv_cache_config(SimpleNamespace(block_size=32))) == 0
+
+
+def test_the_replay_of_a_stage_is_the_longest_of_its_groups():
+    assert (
+        prefix_replay_tokens(kv_cache_config(*(SimpleNamespace(prefix_replay_tokens=n) for n in (0, 128, 64)))) == 128
+    )
