@@ -23,7 +23,7 @@ from omni_core.integrations.vllm.builder import BuiltStep, StageBuilder, Started
 from omni_core.integrations.vllm.chosen_layers import ChosenLayers
 from omni_core.integrations.vllm.settings import OnError
 from omni_core.integrations.vllm.step_events import SchedulerOutput, step_events
-from omni_core.integrations.vllm.versions import StageOutputsModel, StepArrays, step_arrays
+from omni_core.integrations.vllm.versions import StageOutputsModel, StepArrays, prompt_token_ids, step_arrays
 from omni_core.prefix_cache.events import StepEvents, StepLayout
 
 _LOG = logging.getLogger(__name__)
@@ -146,7 +146,7 @@ class StepHooks:
             self._hand_on(step, fewest_sampled(step.arrays))
         self._cache.new_step_starts(step_events(scheduler_output, self._group_index))
         started = [
-            StartedRequest(new.req_id, new.prompt_token_ids, new.num_computed_tokens)
+            StartedRequest(new.req_id, prompt_token_ids(new), new.num_computed_tokens)
             for new in scheduler_output.scheduled_new_reqs
         ]
         self._builder.news(started, scheduler_output.finished_req_ids)

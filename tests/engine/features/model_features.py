@@ -56,7 +56,7 @@ def pictures(folder):
     random = np.random.default_rng(35)
     cat, dog = (random.integers(0, 256, (96, 96, 3), np.uint8) for _ in range(2))
     text = "What stands here? <image> Tell me all that you can see of it."
-    two = "First <image> and then, a little later, <image> there."
+    two = "First <image> and then <image> there."
 
     def drive(engine):
         asked = [(text, [cat]), (text, [cat]), (text, [dog]), (two, [cat, dog]), (two, [cat, dog]), (two, [cat, cat])]
