@@ -22,20 +22,20 @@ def environment(**variables):
 
 @pytest.fixture(scope="session")
 def run_way(tmp_path_factory):
-    """`run_way(name)`: what `run_way.py` wrote for this way."""
+    """`run_way(name, script=...)`: what the script wrote for this way."""
     seen = {}
 
-    def run_once(name):
+    def run_once(name, script="run_way.py"):
         if name not in seen:
-            seen[name] = _run(name, tmp_path_factory.mktemp(name) / "seen.json")
+            seen[name] = _run(script, name, tmp_path_factory.mktemp(name) / "seen.json")
         return seen[name]
 
     return run_once
 
 
-def _run(name, result):
+def _run(script, name, result):
     run = subprocess.run(
-        [sys.executable, str(HERE / "run_way.py"), name, str(result)],
+        [sys.executable, str(HERE / script), name, str(result)],
         capture_output=True,
         text=True,
         timeout=TIMEOUT_S,
