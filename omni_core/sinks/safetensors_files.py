@@ -3,22 +3,15 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import numpy as np
-import torch
-
-from omni_core.prefix_cache.config import HIDDEN_KEY
-from omni_core.prefix_cache.outputs import TokenRange
-from omni_core.sinks.base import PossibleSample, RequestEnd, SinkDelivery, SinkRequestEnd, StageSink
+from omni_core.sinks.base import RequestEnd, SinkDelivery, SinkRequestEnd, StageSink
 from omni_core.sinks.errors import InvalidRequestFileError, SinkClosedError
 from omni_core.sinks.file_index import FileIndex, indexed_files
 from omni_core.sinks.file_names import (
@@ -29,18 +22,19 @@ from omni_core.sinks.file_names import (
     request_file_stem,
 )
 from omni_core.sinks.options import checked_bool, checked_path
+from omni_core.sinks.request_content import (
+    FORMAT_NAME,
+    FORMAT_VERSION,
+    checked_metadata,
+    metadata_of,
+    names_in,
+    stored_request,
+    tensors_of,
+)
 from omni_core.sinks.request_index import RequestIndex, RequestNames
-from omni_core.sinks.rows import CollectedRequest, RequestJoiner, StoredRequest, positions_of
+from omni_core.sinks.rows import RequestJoiner, StoredRequest
 from omni_core.sinks.safetensors_format import write_safetensors
 
-FORMAT_NAME = "omni-core.request"
-FORMAT_VERSION = 1
-HIDDEN_TENSOR = "hidden_states"
-TOKEN_IDS_TENSOR = "token_ids"
-
-_KEY_TENSOR_PREFIX = "key:"
-_RESERVED_TENSORS = frozenset({HIDDEN_TENSOR, TOKEN_IDS_TENSOR, "__metadata__"})
-_HEADER_LENGTH_BYTES = 8
 _FILE_MODE = 0o600
 _DIRECTORY_MODE = 0o700
 
@@ -100,8 +94,8 @@ class SafetensorsSink(StageSink):
             record = json.dumps(_error_record(end), indent=2).encode("ascii")
             self._publish(stem + ERROR_SUFFIX, lambda file: file.write(record))
         elif end.end is not RequestEnd.ABORTED or self._keep_aborted:
-            tensors, names = _tensors_of(collected)
-            metadata = _metadata_of(collected, names)
+            tensors, names = tensors_of(collected)
+            metadata = metadata_of(collected, names)
             self._publish(stem + RESULT_SUFFIX, lambda file: write_safetensors(file, tensors, metadata))
             self._index.append(stem + RESULT_SUFFIX, RequestNames(end.req_id, end.client_req_id, end.sample))
 
@@ -148,11 +142,10 @@ def read_request_file(path: str | os.PathLike[str]) -> StoredRequest:
         raise InvalidRequestFileError(f"{os.fspath(path)}: a request's file ends in {RESULT_SUFFIX}; this is not one")
     try:
         with safe_open(os.fspath(path), framework="pt") as file:
-            metadata = file.metadata() or {}
-            _check_format(os.fspath(path), metadata)
+            values = checked_metadata(os.fspath(path), file.metadata() or {})
             names: list[str] = file.keys()
             tensors = {tensor: file.get_tensor(tensor) for tensor in names}
-            return _stored_request(tensors, {key: json.loads(text) for key, text in metadata.items()})
+            return stored_request(tensors, values)
     except (SafetensorError, ValueError, KeyError, TypeError) as error:
         raise InvalidRequestFileError(f"{os.fspath(path)}: not a whole request file: {error}") from error
 
@@ -188,59 +181,12 @@ def read_requests_of_client(directory: str | os.PathLike[str], client_req_id: st
     return tuple(found)
 
 
-def request_file_bytes(stored: StoredRequest) -> bytes:
-    """What `SafetensorsSink` would write for this request, to be sent instead. Any thread; copies every row once.
-
-    Raises:
-        RowsMismatchError: a dtype the format has no name for.
-    """
-    end = SinkRequestEnd(
-        stored.req_id, stored.client_req_id, stored.end, stored.missing, sample=stored.sample, use=stored.use
-    )
-    collected = CollectedRequest(
-        end=end,
-        ranges=stored.ranges,
-        pieces={key: [rows] for key, rows in stored.rows.items()},
-        token_id_pieces=[stored.token_ids],
-        key_ranges=stored.key_ranges,
-        leftovers=stored.leftovers,
-    )
-    tensors, names = _tensors_of(collected)
-    file = io.BytesIO()
-    write_safetensors(file, tensors, _metadata_of(collected, names))
-    return file.getvalue()
-
-
-def read_request_bytes(content: bytes) -> StoredRequest:
-    """Read what `request_file_bytes` made, or the content of a request's file. Any thread. Needs the `sinks` extra.
-
-    Raises:
-        InvalidRequestFileError: not a request's file, cut short, or of another format version.
-    """
-    from safetensors import SafetensorError
-    from safetensors.torch import load
-
-    source = f"{len(content)} bytes"
-    try:
-        tensors = load(content)
-        header_bytes = int.from_bytes(content[:_HEADER_LENGTH_BYTES], "little")
-        header = json.loads(content[_HEADER_LENGTH_BYTES : _HEADER_LENGTH_BYTES + header_bytes])
-        metadata = header.get("__metadata__", {})
-        _check_format(source, metadata)
-        return _stored_request(tensors, {key: json.loads(text) for key, text in metadata.items()})
-    except (SafetensorError, ValueError, KeyError, TypeError) as error:
-        raise InvalidRequestFileError(f"{source}: not a whole request file: {error}") from error
-
-
 def _names_in(path: Path) -> RequestNames:
     from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(os.fspath(path), framework="pt") as file:
-            metadata = file.metadata() or {}
-            _check_format(os.fspath(path), metadata)
-            values = {key: json.loads(text) for key, text in metadata.items()}
-            return RequestNames(values["req_id"], values["client_req_id"], _sample(values.get("sample")))
+            return names_in(checked_metadata(os.fspath(path), file.metadata() or {}))
     except (SafetensorError, ValueError, KeyError, TypeError) as error:
         raise InvalidRequestFileError(f"{os.fspath(path)}: not a whole request file: {error}") from error
 
@@ -265,45 +211,6 @@ def _sync_directory(directory: Path) -> None:
         os.close(descriptor)
 
 
-def _tensor_name(key: str) -> str:
-    if key == HIDDEN_KEY:
-        return HIDDEN_TENSOR
-    ascii_only = key.isascii() and key.isprintable()
-    if key in _RESERVED_TENSORS or key.startswith(_KEY_TENSOR_PREFIX) or not ascii_only:
-        return _KEY_TENSOR_PREFIX + json.dumps(key)
-    return key
-
-
-def _tensors_of(collected: CollectedRequest) -> tuple[dict[str, Sequence[torch.Tensor]], dict[str, str]]:
-    names = {_tensor_name(key): key for key in collected.pieces}
-    tensors = {name: collected.pieces[key] for name, key in names.items()}
-    token_ids = [torch.from_numpy(piece) for piece in collected.token_id_pieces]
-    tensors[TOKEN_IDS_TENSOR] = token_ids or [torch.empty(0, dtype=torch.int64)]
-    return tensors, names
-
-
-def _metadata_of(collected: CollectedRequest, names: Mapping[str, str]) -> dict[str, str]:
-    """Every value is JSON, so that any id can be told exactly."""
-    end = collected.end
-    complete = end.end in (RequestEnd.FINISHED, RequestEnd.FLUSHED) and not end.missing
-    values: dict[str, Any] = {
-        "format": FORMAT_NAME,
-        "format_version": FORMAT_VERSION,
-        "req_id": end.req_id,
-        "client_req_id": end.client_req_id,
-        "end": end.end.value,
-        "complete": complete,
-        "ranges": collected.ranges,
-        "missing": end.missing,
-        "keys": names,
-        "key_ranges": collected.key_ranges,
-        "leftover_keys": sorted(collected.leftovers),
-        "sample": None if end.sample is None else asdict(end.sample),
-        "use": end.use,
-    }
-    return {name: json.dumps(value) for name, value in values.items()}
-
-
 def _error_record(end: SinkRequestEnd) -> dict[str, Any]:
     return {
         "format": FORMAT_NAME,
@@ -314,41 +221,3 @@ def _error_record(end: SinkRequestEnd) -> dict[str, Any]:
         "missing": end.missing,
         "error": end.error,
     }
-
-
-def _check_format(path: str, metadata: Mapping[str, str]) -> None:
-    if metadata.get("format") != json.dumps(FORMAT_NAME):
-        raise InvalidRequestFileError(f"{path}: a safetensors file, but not one of the safetensors sink")
-    if metadata.get("format_version") != json.dumps(FORMAT_VERSION):
-        raise InvalidRequestFileError(
-            f"{path}: format_version={metadata.get('format_version')}; this version reads {FORMAT_VERSION}"
-        )
-
-
-def _stored_request(tensors: Mapping[str, torch.Tensor], values: Mapping[str, Any]) -> StoredRequest:
-    stored = StoredRequest(
-        req_id=values["req_id"],
-        client_req_id=values["client_req_id"],
-        end=RequestEnd(values["end"]),
-        ranges=_ranges(values["ranges"]),
-        missing=_ranges(values["missing"]),
-        rows={key: tensors[name] for name, key in values["keys"].items()},
-        token_ids=np.asarray(tensors[TOKEN_IDS_TENSOR].numpy(), dtype=np.int64),
-        key_ranges={key: _ranges(covered) for key, covered in values["key_ranges"].items()},
-        sample=_sample(values.get("sample")),
-        use=int(values.get("use", 0)),
-    )
-    counts = {key: len(rows) for key, rows in stored.rows.items()} | {TOKEN_IDS_TENSOR: len(stored.token_ids)}
-    for key, count in counts.items():
-        expected = len(positions_of(stored.ranges_of(key)))
-        if count != expected:
-            raise ValueError(f"{key!r} has {count} rows for {expected} positions")
-    return stored
-
-
-def _ranges(pairs: Sequence[Sequence[int]]) -> tuple[TokenRange, ...]:
-    return tuple((int(start), int(stop)) for start, stop in pairs)
-
-
-def _sample(fields: Mapping[str, Any] | None) -> PossibleSample | None:
-    return None if fields is None else PossibleSample(**fields)

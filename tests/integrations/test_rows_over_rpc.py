@@ -197,8 +197,8 @@ def test_an_answer_is_plain_values_and_as_base64_it_is_json(worker):
 
 def test_rows_in_bfloat16_and_of_odd_keys_survive():
     from omni_core.sinks.base import RequestEnd
+    from omni_core.sinks.request_content import read_request_bytes, request_file_bytes
     from omni_core.sinks.rows import StoredRequest
-    from omni_core.sinks.safetensors_files import read_request_bytes, request_file_bytes
 
     rows = {
         HIDDEN_KEY: torch.arange(8, dtype=torch.float32).view(2, 4).to(torch.bfloat16) / 3,

@@ -11,6 +11,7 @@ from omni_core.integrations.vllm.builder import StartedRequest
 from omni_core.integrations.vllm.errors import FlushTimeoutError
 from omni_core.integrations.vllm.settings import OnSlowSink
 from omni_core.prefix_cache.config import HIDDEN_KEY
+from omni_core.prefix_cache.errors import HitRowsAbsentError
 from omni_core.runtime import ThreadingRuntime
 from omni_core.sinks.base import RequestEnd
 
@@ -202,6 +203,21 @@ def test_an_engine_that_is_to_wait_does_so_in_vain_only_once_until_the_sink_move
         waits.count = 0
         assert not builder.room_for_step()
         assert waits.count == 1
+
+
+def test_steps_that_bring_no_rows_do_not_wait_behind_a_stuck_sink(cache, sink):
+    cache.script(1, {"a": [(0, 1)]})
+    lost = HitRowsAbsentError("b", "hit [0, 4) has no rows")
+    for number in range(2, 500):
+        cache.script(number, {}, {"b": lost})
+    with running(cache, sink) as builder:
+        stuck_in_the_first_step(builder, sink)
+        builder.news([StartedRequest("b", [1, 2, 3, 4, 5], 4)], [])
+        for number in range(2, 500):
+            deliver(builder, step(number, b=(2 + number, [7])))
+        await_builder(builder)
+        assert cache.released == list(range(2, 500))
+        assert builder.report()["sink_queue_entries"] == 2  # the step of a, and the last word on b
 
 
 class StuckCache(EndlessCache):

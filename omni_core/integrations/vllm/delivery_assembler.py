@@ -101,8 +101,11 @@ class DeliveryAssembler:
                 with self._costs_only(req_id):
                     deliveries.extend(self._deliveries_of(step.step_id, req_id, rows))
         finally:
-            # Failed last words may overtake these rows only of requests that have none among them.
-            self._feeder.feed(FedStep(tuple(deliveries), outputs.release))
+            # A last word queued above is before these rows, and of a request that has none among them.
+            if deliveries:
+                self._feeder.feed(FedStep(tuple(deliveries), outputs.release))
+            else:
+                outputs.release()
         self._log.count(Count.STEPS_DELIVERED)
 
     def end(self, req_id: str) -> None:

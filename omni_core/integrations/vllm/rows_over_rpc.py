@@ -26,8 +26,8 @@ from omni_core.integrations.vllm.errors import (
 )
 from omni_core.integrations.vllm.session import StageSession
 from omni_core.sinks.errors import InvalidRequestFileError, RequestNotEndedError, UnknownRequestError
+from omni_core.sinks.request_content import read_request_bytes, request_file_bytes
 from omni_core.sinks.rows import StoredRequest
-from omni_core.sinks.safetensors_files import read_request_bytes, request_file_bytes
 
 DEFAULT_RPC_FLUSH_TIMEOUT_S = 5.0
 """How long a flush over RPC may hold up the engine's next step if nothing else is said."""
