@@ -14,10 +14,10 @@ ENGINE_TESTS = HERE.parent
 TIMEOUT_S = 500
 
 
-def environment(**variables):
+def environment():
     """The environment for a vLLM whose other processes must find the checking worker."""
     path = os.pathsep.join(filter(None, (str(ENGINE_TESTS), str(HERE), os.environ.get("PYTHONPATH"))))
-    return os.environ | {"PYTHONPATH": path, "PYTHONWARNINGS": "default", "OMP_NUM_THREADS": "1"} | variables
+    return os.environ | {"PYTHONPATH": path, "PYTHONWARNINGS": "default", "OMP_NUM_THREADS": "1"}
 
 
 @pytest.fixture(scope="session")
