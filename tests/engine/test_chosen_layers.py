@@ -21,15 +21,16 @@ KEYS = sorted([HIDDEN, *LAYER_KEYS])
 RELATIVE_TOLERANCE = 1e-4
 
 
-def run_scenario(name, directory):
+def run_scenario(name, directory, program="layer_scenarios.py"):
     result = directory / f"{name}.json"
+    path = os.pathsep.join(filter(None, (str(HERE), str(HERE / "ways_to_run"), os.environ.get("PYTHONPATH"))))
     run = subprocess.run(
-        [sys.executable, str(HERE / "layer_scenarios.py"), name, str(result)],
+        [sys.executable, str(HERE / program), name, str(result)],
         capture_output=True,
         text=True,
         timeout=500,
         check=False,
-        env=os.environ | {"PYTHONWARNINGS": "default"},  # vLLM warns a lot of its own
+        env=os.environ | {"PYTHONPATH": path, "PYTHONWARNINGS": "default"},  # vLLM warns a lot of its own
     )
     assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-6000:]
     return json.loads(result.read_text())
@@ -124,3 +125,19 @@ def test_prompt_rows_equal_those_vllm_extracts(extracted):
 )
 def test_what_cannot_be_captured_is_refused_at_start(refused, case, named):
     assert named in (refused[case] or "the engine started")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["tensor_parallel", "pipeline_parallel"])
+def test_two_ranks_give_the_layers_of_one_and_only_one_rank_keeps_them(kind, tmp_path):
+    """With two pipeline ranks, layers 0 and 1 are computed by the one without a cache."""
+    seen = run_scenario(kind, tmp_path, "layers_on_two_ranks.py")
+    [kept] = [of_rank for of_rank in seen["checked"] if of_rank]
+    assert len(kept) == len(seen["off_reference"]) == 8
+    for req_id, request in kept.items():
+        assert request["complete"], req_id
+        assert sorted(request["rows"]) == KEYS
+        assert request["equal_to_tap"] == request["rows"], req_id
+        assert request["tokens_agree"], req_id
+        assert max(seen["off_reference"][req_id].values()) <= RELATIVE_TOLERANCE, req_id
+    assert sum(request["skipped"] == 96 for request in kept.values()) >= 7
