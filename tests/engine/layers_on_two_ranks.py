@@ -3,8 +3,8 @@
 
     python layers_on_two_ranks.py KIND RESULT.json
 
-KIND is `tensor_parallel` or `pipeline_parallel`. `ways_to_run` must be on PYTHONPATH for the workers. Run by the tests in
-a process of its own: importing vllm changes torch for the whole process.
+KIND is `tensor_parallel` or `pipeline_parallel`. `ways_to_run` must be on PYTHONPATH for the workers. Run by the tests
+in a process of its own: importing vllm changes torch for the whole process.
 """
 
 import json
