@@ -7,16 +7,14 @@ import threading
 import fake_runner as fake
 import pytest
 import torch
+from fake_stage import FakeStage
 
 from omni_core.integrations.vllm.errors import StageNotFoundError
-from omni_core.integrations.vllm.runner_hooks import adopt_hooks
-from omni_core.integrations.vllm.session import StageParts, StageSession, stage_session
+from omni_core.integrations.vllm.session import StageSession, stage_session
 from omni_core.integrations.vllm.settings import OmniSettings, OnError
 from omni_core.integrations.vllm.tap import install_tap
-from omni_core.prefix_cache.config import HIDDEN_KEY, PrefixCacheConfig
+from omni_core.prefix_cache.config import HIDDEN_KEY
 from omni_core.prefix_cache.gate import GateDecision, GateStatus
-from omni_core.prefix_cache.policy import ModelCachePolicy
-from omni_core.runtime import ThreadingRuntime
 from omni_core.sinks.base import RequestEnd
 from omni_core.sinks.errors import UnknownSinkError
 
@@ -25,56 +23,12 @@ PROMPT = [11, 12, 13, 14, 15, 16, 17, 18, 19, 20]
 OTHER = [*PROMPT[:8], 40, 41, 42]
 
 
-class Stage:
-    """A fake runner with a real cache, builder and memory sink."""
-
-    def __init__(self, *, tap=False, model=None, **settings):
-        self.settings = OmniSettings(enabled=True, **({"on_error": OnError.RAISE} | settings))
-        config = PrefixCacheConfig(
-            num_blocks=16,
-            block_size=fake.BLOCK_SIZE,
-            hidden_size=fake.HIDDEN_SIZE,
-            hidden_dtype=torch.float32,
-            max_num_tokens=64,
-            staging_depth=self.settings.staging_depth,
-        )
-        self.runner = fake.FakeRunner(model)
-        self.parts = StageParts(
-            self.settings,
-            config,
-            ModelCachePolicy(),
-            model=self.runner.model,
-            device=self.runner.device,
-            group_index=0,
-            request_ids_randomised=True,
-            runtime=ThreadingRuntime(),
-        )
-        adopt_hooks(self.runner, self.parts.hooks)
-        decision = GateDecision(GateStatus.SUPPORTED, "supported", "a test")
-        self.session = StageSession(
-            self.settings, decision, parts=self.parts, tap=install_tap(self.runner) if tap else None
-        )
-
-    def step(self, output, **sampled):
-        with torch.inference_mode():  # as vLLM's worker does
-            result = self.runner.execute_model(output)
-        if result is None:
-            self.sample(**sampled)
-        return result
-
-    def sample(self, **sampled):
-        self.runner.sample_tokens({name.replace("_", "-"): token for name, token in sampled.items()})
-
-    def stored(self, req_id):
-        return self.session.sink.request_by_internal_id(req_id)
-
-
 @pytest.fixture
 def stages():
     made = []
 
     def make(**options):
-        made.append(Stage(**options))
+        made.append(FakeStage(**options))
         return made[-1]
 
     yield make

@@ -60,6 +60,7 @@ class FakeRunner:
         self.input_ids = SimpleNamespace(gpu=torch.zeros(MAX_LEN * MAX_REQS, dtype=torch.int32))
         self.execute_model_state = None
         self.forwards = 0
+        self.row_offset = 0.0
         self.max_model_len = MAX_LEN
         self.requests = {}
         self._num_tokens = {}
@@ -108,7 +109,7 @@ class FakeRunner:
         self.forwards += 1
         rows = [row_of(tokens[index], position) for index, run in enumerate(positions) for position in run]
         rows += [[-1.0] * HIDDEN_SIZE] * PADDING
-        hidden = torch.tensor(rows)
+        hidden = torch.tensor(rows) + self.row_offset
         if isinstance(self.model, FakeModel):
             self.model.codes = (hidden[:, :2] * 7).to(torch.int32)
         return hidden

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A fake runner that adopted the hooks of a real cache, builder and memory sink."""
+
+import fake_runner as fake
+import torch
+
+from omni_core.integrations.vllm.runner_hooks import adopt_hooks
+from omni_core.integrations.vllm.session import StageParts, StageSession
+from omni_core.integrations.vllm.settings import OmniSettings, OnError
+from omni_core.integrations.vllm.tap import install_tap
+from omni_core.prefix_cache.config import PrefixCacheConfig
+from omni_core.prefix_cache.gate import GateDecision, GateStatus
+from omni_core.prefix_cache.policy import ModelCachePolicy
+from omni_core.runtime import ThreadingRuntime
+
+
+class FakeStage:
+    """Sixteen blocks of four tokens; `settings` as an operator gives them."""
+
+    def __init__(self, *, tap=False, model=None, **settings):
+        self.settings = OmniSettings(enabled=True, **({"on_error": OnError.RAISE} | settings))
+        config = PrefixCacheConfig(
+            num_blocks=16,
+            block_size=fake.BLOCK_SIZE,
+            hidden_size=fake.HIDDEN_SIZE,
+            hidden_dtype=torch.float32,
+            max_num_tokens=64,
+            staging_depth=self.settings.staging_depth,
+        )
+        self.runner = fake.FakeRunner(model)
+        self.parts = StageParts(
+            self.settings,
+            config,
+            ModelCachePolicy(),
+            model=self.runner.model,
+            device=self.runner.device,
+            group_index=0,
+            request_ids_randomised=True,
+            runtime=ThreadingRuntime(),
+        )
+        adopt_hooks(self.runner, self.parts.hooks)
+        decision = GateDecision(GateStatus.SUPPORTED, "supported", "a test")
+        self.session = StageSession(
+            self.settings, decision, parts=self.parts, tap=install_tap(self.runner) if tap else None
+        )
+
+    def step(self, output, **sampled):
+        with torch.inference_mode():  # as vLLM's worker does
+            result = self.runner.execute_model(output)
+        if result is None:
+            self.sample(**sampled)
+        return result
+
+    def sample(self, **sampled):
+        self.runner.sample_tokens({name.replace("_", "-"): token for name, token in sampled.items()})
+
+    def stored(self, req_id):
+        return self.session.sink.request_by_internal_id(req_id)
