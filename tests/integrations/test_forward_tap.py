@@ -153,3 +153,11 @@ def test_rows_behind_different_embeddings_are_told_apart_and_have_no_token():
     assert first.digests[0] == second.digests[0]
     assert tap.equal_rows_at(first.digests, rows() + 10).tolist() == [True, False, False]
     assert tap.equal_rows_at(second.digests, rows() + 10).all()
+
+
+def test_rows_that_do_not_lie_side_by_side_are_kept_and_compared():
+    wide = torch.arange(12, dtype=torch.float32).view(3, 4)
+    tap = tapped(wide[:, ::2])
+    assert tap.equal_rows(TOKENS, wide[:, ::2].contiguous()).all()
+    assert tap.equal_rows(TOKENS, wide[:, ::2]).all()
+    assert not tap.equal_rows(TOKENS, wide[:, 1::2]).any()

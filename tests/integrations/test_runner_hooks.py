@@ -292,6 +292,22 @@ def test_the_tap_takes_a_models_outputs_once_per_forward(stages):
     assert stage.session.tap.keys == {HIDDEN_KEY, "codes"}
 
 
+def test_an_error_of_the_tap_ends_the_tap_and_not_the_engine(stages, monkeypatch, caplog):
+    stage = stages(tap=True)
+
+    def broken(*args):
+        raise ValueError("no such tensor")
+
+    monkeypatch.setattr(stage.session.tap, "forward_done", broken)
+    with caplog.at_level(logging.ERROR, logger="omni_core"):
+        fed = drive_two_requests(stage)
+    stage.session.flush(BOUND_S, still_running=())
+    assert stage.session.tap.failure == "ValueError: no such tensor"
+    assert len(caplog.records) == 1
+    for req_id, tokens in fed.items():
+        assert stage.stored(req_id).hidden_states.tolist() == expected(tokens)
+
+
 def test_the_report_tells_of_every_part(stages):
     stage = stages()
     drive_two_requests(stage)

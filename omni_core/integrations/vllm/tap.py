@@ -10,6 +10,7 @@ It works the same on an engine without our cache. For demonstrations and tests: 
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +22,8 @@ import torch
 from omni_core.integrations.vllm.ledger import UNKNOWN_TOKEN_ID
 from omni_core.integrations.vllm.versions import STAGE_OUTPUTS_METHOD, stage_outputs_model
 from omni_core.prefix_cache.config import HIDDEN_KEY
+
+_LOG = logging.getLogger(__name__)
 
 Digest = bytes
 """Digest of a token prefix, its last token included, with the adapter and the pictures it was computed with."""
@@ -83,6 +86,8 @@ class ForwardTap:
         self._requests: dict[str, TappedRequest] = {}
         self.num_forwards = 0
         """Real forwards seen; profile and dummy runs are not among them."""
+        self.failure: str | None = None
+        """Why the tap stopped, if it did: the engine goes on without it."""
 
     @property
     def requests(self) -> Mapping[str, TappedRequest]:
@@ -126,6 +131,15 @@ class ForwardTap:
         ]
         return np.asarray(verdicts, dtype=np.bool_)
 
+    def guarded(self, action: Callable[[], None]) -> None:
+        """Do something for the tap. Its first error ends the tap, and never the engine's step."""
+        if self.failure is None:
+            try:
+                action()
+            except Exception as error:
+                self.failure = f"{type(error).__name__}: {error}"
+                _LOG.exception("the tap stops here; rows of later forwards are unknown to it")
+
     def forget(self) -> None:
         """Drop every row and request, so that a long run does not grow. While no request runs and nothing is cached."""
         self._rows.clear()
@@ -167,7 +181,7 @@ class ForwardTap:
         tensors = {HIDDEN_KEY: runner.execute_model_state.hidden_states, **dict(_flat(outputs))}
         for key, value in tensors.items():
             if isinstance(value, torch.Tensor) and value.dim() and value.shape[0] in (num_tokens, num_padded):
-                self._keep(key, owners, value[:num_tokens].detach().cpu().clone())
+                self._keep(key, owners, _copied(value[:num_tokens]))
         self.num_forwards += 1
 
     def _keep(self, key: str, owners: Iterable[tuple[Digest, int]], rows: torch.Tensor) -> None:
@@ -192,15 +206,18 @@ def install_tap(runner: Any, *, layers: Iterable[int] = ()) -> ForwardTap:
         # A model hands its outputs out once per forward, and the cache may have taken them first.
         setattr(model, STAGE_OUTPUTS_METHOD, _remembering(model.take_stage_outputs, last))
 
+    def look() -> None:
+        if model is not None and not last:
+            model.take_stage_outputs()
+        outputs = last[0] if last else {}
+        tap.forward_done(runner, {**outputs, **_layer_outputs(runner, layer_names)})
+
     def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        tap.step_begins(scheduler_output)
+        tap.guarded(lambda: tap.step_begins(scheduler_output))
         last.clear()
         result = type(runner).execute_model(runner, scheduler_output, *args, **kwargs)
         if runner.execute_model_state is not None:
-            if model is not None and not last:
-                model.take_stage_outputs()
-            outputs = last[0] if last else {}
-            tap.forward_done(runner, {**outputs, **_layer_outputs(runner, layer_names)})
+            tap.guarded(look)
         return result
 
     runner.execute_model = execute_model
@@ -270,7 +287,15 @@ def _flat(outputs: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, A
             yield f"{prefix}{name}", value
 
 
+def _copied(rows: torch.Tensor) -> torch.Tensor:
+    return rows.detach().cpu().clone(memory_format=torch.contiguous_format)
+
+
 def _same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
     if left.shape != right.shape or left.dtype != right.dtype:
         return False
-    return torch.equal(left.reshape(-1).view(torch.uint8), right.reshape(-1).view(torch.uint8))
+    return torch.equal(_bytes_of(left), _bytes_of(right))
+
+
+def _bytes_of(row: torch.Tensor) -> torch.Tensor:
+    return row.contiguous().reshape(-1).view(torch.uint8)

@@ -37,6 +37,7 @@ class FeatureEngine:
 
     def __init__(self, model: str, *, cache: bool, num_blocks: int = 200, **options):
         omni = {"enabled": cache, "sink": "memory", "on_error": "raise", "tap": True}
+        omni["sink_options"] = {"keep_aborted": True}
         chosen = {
             "dtype": "float32",
             "enforce_eager": True,

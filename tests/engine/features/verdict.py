@@ -25,7 +25,8 @@ def judge(engine):
         if request.done:
             counts["requests_mislabelled"] += stored.token_ids.tolist() != request.fed_tokens(sample)
             counts["rows_missing"] += abs(request.num_rows(sample) - stored.num_rows)
-        counts["rows_missing"] += sum(stop - start for start, stop in stored.missing)
+        if not request.aborted:
+            counts["rows_missing"] += sum(stop - start for start, stop in stored.missing)
         for key, rows in stored.rows.items():
             keys.add(key)
             counts["rows"] += len(rows)
@@ -39,6 +40,7 @@ def judge(engine):
         "rows_from_hits": report["cache"]["rows_from_hits"],
         "steps": report["cache"]["steps_saved"],
         "off_reason": report["off_reason"],
+        "tap_failure": engine.session.tap.failure,
         "reasons": {**report["delivery"]["failures"], **report["delivery"]["sink_errors"]},
     }
 
