@@ -151,7 +151,8 @@ def chunked(model: str) -> dict:
     second = prompts.wave("second", "a", 3, shared=160, own=25)
     options = {"block_size": 64, "num_blocks": 60, "max_num_batched_tokens": 96, "max_num_seqs": 8}
 
-    with Engine(model, cache=True, **options) as engine:
+    settings = {"sink_options": {"keep_aborted": True}}
+    with Engine(model, cache=True, settings=settings, **options) as engine:
         engine.wave(first)
         engine.add("early", early["early"])
         engine.abort("early")

@@ -176,8 +176,10 @@ def test_a_request_aborted_before_its_first_step_leaves_nothing(chunked):
 
 
 def test_a_request_aborted_during_prefill_keeps_the_rows_that_were_computed(chunked):
-    assert chunked["requests"]["mid-0"]["ranges"] == [[0, 192]]
-    assert chunked["requests"]["mid-0"]["tokens_agree"]
+    seen = chunked["requests"]["mid-0"]
+    assert seen["end"] == "aborted"
+    assert (seen["ranges"], seen["missing"]) == ([[0, 192]], [[192, 260]])
+    assert seen["tokens_agree"]
 
 
 def test_a_request_aborted_while_it_generates_keeps_the_rows_that_were_computed(chunked):

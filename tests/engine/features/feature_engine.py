@@ -35,8 +35,8 @@ class ClientRequest:
 class FeatureEngine:
     """Greedy unless told otherwise. A context manager: the next engine of a process needs this one gone."""
 
-    def __init__(self, model: str, *, cache: bool, num_blocks: int = 200, **options):
-        omni = {"enabled": cache, "sink": "memory", "on_error": "raise", "tap": True}
+    def __init__(self, model: str, *, cache: bool, num_blocks: int = 200, settings=None, **options):
+        omni = {"enabled": cache, "sink": "memory", "on_error": "raise", "tap": True} | (settings or {})
         omni["sink_options"] = {"keep_aborted": True}
         chosen = {
             "dtype": "float32",
