@@ -254,8 +254,8 @@ class VllmSchedulerDriver:
                     self._scheduler.add_request(self._make.end(asked))
 
     def _reset_sometimes(self) -> None:
-        # vLLM refuses to while a session that waits holds blocks.
-        possible = self.running and not self._scheduler.kv_holding_waiting
+        # vLLM refuses to while a session that waits holds blocks; before 0.31 it kept no list of those.
+        possible = self.running and not vars(self._scheduler).get("kv_holding_waiting")
         if self._rng.random() < self.config.mishaps.preempted and possible:
             self._scheduler.reset_prefix_cache(reset_running_requests=True)
             self.witness.counts[Happening.PREFIX_CACHE_RESET] += 1
