@@ -12,13 +12,19 @@ SETUP := scripts/setup_venv.sh
 # One thread: with two vLLM's kernels and the cache's own threads fight over a small machine's cores.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
 
-.PHONY: help setup lint test test-fast test-engine coverage soak mutants demo docs clean
+# Other releases of vLLM for `make soak`: those of Runs.NIGHTLY in omni_core/integrations/vllm/engine_releases.py.
+NIGHTLY_VLLM := 0.27.0 0.30.0
+VLLM ?= $(NIGHTLY_VLLM)
+OTHER_VERSIONS := tests/engine/test_other_versions.py::test_the_engine_tests_pass_on_another_release
+
+.PHONY: help setup lint test test-fast test-engine test-vllm coverage soak mutants demo docs clean
 
 help:
 	@echo "make demo         run vLLM on the CPU with prefix caching and check every delivered row (DEMO_ARGS='...')"
 	@echo "make test         lint, then every test but the long ones"
 	@echo "make test-fast    the tests that need no vLLM and build no package"
 	@echo "make test-engine  the tests that run a real vLLM"
+	@echo "make test-vllm    the engine tests on other releases of vLLM (VLLM='0.27.0 0.30.0'), each in a .venv-vllm-* of its own"
 	@echo "make coverage     branch coverage of the prefix cache by the fast tests; fails below 95 %"
 	@echo "make soak         the fast tests with many more random examples, and the long ones"
 	@echo "make mutants      inject known bugs, one at a time, and see each caught (MUTANTS_ARGS='--only NAME')"
@@ -47,6 +53,12 @@ test-engine:
 	@$(SETUP) core engine
 	$(PYTEST) -m "engine and not slow"
 
+# Each environment takes about 4 GB and, the first time, some minutes.
+test-vllm:
+	@$(SETUP) core
+	scripts/setup_vllm.sh $(VLLM)
+	$(PYTEST) --timeout 3600 $(foreach version,$(VLLM),"$(OTHER_VERSIONS)[$(version)]")
+
 # Not the operation budgets: they count calls, and measuring coverage adds some.
 coverage:
 	@$(SETUP) core
@@ -57,6 +69,7 @@ coverage:
 soak:
 	@$(SETUP) core
 	HYPOTHESIS_PROFILE=nightly $(PYTEST) --timeout 3600 -m "not engine and not packaging"
+	@$(MAKE) test-vllm VLLM="$(NIGHTLY_VLLM)"
 
 mutants:
 	@$(SETUP) core

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which vLLM is served: the verdict on a version, and what a start finds in the source text of the one that runs."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from omni_core.integrations.vllm.engine_releases import ENGINE_RELEASES, Runs, engine_version_problem
 from omni_core.integrations.vllm.versions import prefix_replay_tokens
 
+ROOT = Path(__file__).parents[2]
 LACKING = "v1/core/sched/output.py: SchedulerOutput has finished_req_ids"
 
 
@@ -51,6 +53,22 @@ def test_the_releases_are_in_order_and_the_newest_is_the_one_every_run_uses():
     assert [one.release for one in ENGINE_RELEASES] == sorted(one.release for one in ENGINE_RELEASES)
     assert [one.runs for one in ENGINE_RELEASES].count(Runs.ALWAYS) == 1
     assert ENGINE_RELEASES[-1].runs is Runs.ALWAYS
+
+
+def test_the_documented_versions_are_those_of_the_code():
+    expected = [
+        " | ".join((f"| {release} | {one.tested} | `{one.runs.value}`", one.differs)).strip() + " |"
+        for one in ENGINE_RELEASES
+        for release in [".".join(map(str, one.release))]
+    ]
+    page = (ROOT / "docs" / "support.md").read_text()
+    section = page.split("## vLLM versions", 1)[1].split("\n\n")[1]
+    assert section.splitlines()[2:] == expected
+
+
+def test_make_soak_prepares_the_releases_that_are_run_nightly():
+    nightly = " ".join(one.tested for one in ENGINE_RELEASES if one.runs is Runs.NIGHTLY)
+    assert f"NIGHTLY_VLLM := {nightly}\n" in (ROOT / "Makefile").read_text()
 
 
 def kv_cache_config(*specs):
