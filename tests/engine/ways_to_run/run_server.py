@@ -31,7 +31,7 @@ from omni_core.integrations.vllm.rows_over_rpc import reports_from_flush, rows_f
 from omni_core.sinks.safetensors_files import read_request_file, read_requests_of_client, request_files
 
 READY_TIMEOUT_S = 240
-END_TIMEOUT_S = 60
+END_TIMEOUT_S = 120
 CLIENTS = 8
 OUTPUT_TOKENS = 40
 LEAVES_AFTER = 5
@@ -74,6 +74,8 @@ class Server:
             "--block-size": "32",
             "--max-model-len": "512",
             "--num-gpu-blocks-override": "100",
+            # The engine's time after SIGTERM; vLLM's default of 0 kills it at once.
+            "--shutdown-timeout": str(END_TIMEOUT_S // 2),
             "--gpu-memory-utilization": "0.2",  # by default vLLM wants 92 % of the machine's memory to be free
             "--worker-cls": "checking_worker.OmniCheckingCpuWorker",
             "--additional-config": json.dumps(section),

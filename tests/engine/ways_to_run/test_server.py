@@ -9,7 +9,6 @@ HIDDEN = "__hidden_states__"
 LEAVERS = {"cold-3", "warm-3"}
 WAYS = ("rows_in_memory", "terminated", "killed")
 WITH_FILES = ("terminated", "killed")
-END_S = 30
 
 
 @pytest.fixture(params=WAYS)
@@ -59,7 +58,6 @@ def test_concurrent_streams_hit_what_the_others_computed(way):
 
 def test_no_process_of_the_server_is_left(way):
     assert way["ended"]["left"] == []
-    assert way["ended"]["took_s"] < END_S
 
 
 def test_rows_come_over_http_bit_for_bit_by_the_id_of_the_response(rows_in_memory):
@@ -88,23 +86,17 @@ def test_files_hold_what_was_checked_and_are_found_by_the_id_of_the_response(wit
         assert with_files["by_client"][name] == [req_id], name
 
 
-def test_sigterm_ends_the_server_with_status_0_and_whole_files(run_way):
+def test_sigterm_ends_the_server_with_status_0_and_the_rows_of_the_request_in_flight(run_way):
     way = run_way("terminated", script="run_server.py")
     assert way["ended"]["code"] == 0
     assert way["partial_files"] == []
-    in_flight = [request for req_id, request in way["files"].items() if req_id not in way["checked"]]
-    assert len(in_flight) <= 1
-    for request in in_flight:
-        [[start, stop]] = request["ranges"]
-        assert start == 0
-        assert stop >= way["long"]["prompt_tokens"]
+    assert way["long"]["finished"]
+    [in_flight] = [request for req_id, request in way["files"].items() if req_id not in way["checked"]]
+    assert in_flight["complete"]
+    assert in_flight["ranges"] == [[0, way["long"]["prompt_tokens"] + way["long"]["received_tokens"] - 1]]
 
 
 def test_kill_9_of_the_worker_leaves_no_partial_request_readable(run_way):
     way = run_way("killed", script="run_server.py")
     assert not way["long"]["finished"]
     assert set(way["files"]) == set(way["checked"])
-
-
-def test_kill_9_of_the_engine_core_ends_the_server(rows_in_memory):
-    assert rows_in_memory["ended"]["code"] != 0
