@@ -9,7 +9,7 @@ from omni_core.integrations.vllm.request_ids import client_request
 from omni_core.sinks.base import RequestEnd
 from omni_core.sinks.errors import AmbiguousRequestError, UnknownRequestError
 from omni_core.sinks.memory import MemorySink
-from omni_core.sinks.safetensors_files import SafetensorsSink, read_request_file, request_files
+from omni_core.sinks.safetensors_files import SafetensorsSink, read_request_file, read_requests_of_client, request_files
 
 PROMPT = [10, 11, 12, 13]
 
@@ -145,3 +145,23 @@ def test_a_second_use_that_failed_is_not_answered_with_the_first_ones_rows(cache
     with pytest.raises(AmbiguousRequestError):
         memory.request("a")
     assert [one.use for one in memory.requests_of_client("a")] == [0]
+
+
+def test_each_of_several_samples_has_rows_of_its_own_and_they_are_found_together(cache, tmp_path):
+    memory = MemorySink()
+    samples = ("0_foo-81bdb22f", "1_foo-81bdb22f")
+    for sink in (memory, SafetensorsSink(tmp_path)):
+        cache.script(1, {req_id: [(0, 4)] for req_id in samples})
+        cache.script(2, {samples[1]: [(4, 5)]})
+        with running(cache, sink, client_request_of=client_request) as builder:
+            builder.news([StartedRequest(req_id, PROMPT, 0) for req_id in samples], [])
+            deliver(builder, step(1, **dict.fromkeys(samples, (0, PROMPT))))
+            deliver(builder, step(2, **{samples[1]: (4, [99])}))
+            builder.news([], samples)
+    for found in (memory.requests_of_client("foo"), read_requests_of_client(tmp_path, "foo")):
+        assert [(one.req_id, one.token_ids.tolist()) for one in found] == [
+            (samples[0], PROMPT),
+            (samples[1], [*PROMPT, 99]),
+        ]
+    assert memory.request("1_foo").req_id == samples[1]
+    assert [one.req_id for one in read_requests_of_client(tmp_path, "1_foo")] == [samples[1]]

@@ -9,6 +9,7 @@ import torch
 
 from omni_core.integrations.vllm.builder import BuiltStep, StageBuilder
 from omni_core.integrations.vllm.request_ids import ClientRequest
+from omni_core.integrations.vllm.settings import OnSlowSink
 from omni_core.prefix_cache.config import HIDDEN_KEY
 from omni_core.prefix_cache.outputs import RequestRows, StageCacheOutputs
 from omni_core.runtime import ThreadingRuntime
@@ -120,6 +121,8 @@ def running(cache, sink, **options):
         "max_open_steps": 2,
         "room_timeout_s": BOUND_S,
         "runtime": ThreadingRuntime(),
+        "on_slow_sink": OnSlowSink.SKIP,
+        "sink_queue_bytes": 256 << 20,
     }
     builder = StageBuilder(cache, sink, **(defaults | options))
     try:

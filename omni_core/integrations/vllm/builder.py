@@ -29,7 +29,6 @@ __all__ = ["BuiltStep", "StageBuilder", "StartedRequest", "StepSource"]
 
 _LOG = logging.getLogger(__name__)
 
-DEFAULT_SINK_QUEUE_BYTES = 256 << 20
 DEFAULT_MAX_WAITING_ENTRIES = 65536
 
 
@@ -81,10 +80,10 @@ class StageBuilder:
         client_request_of: Callable[[str], ClientRequest | None],
         max_open_steps: int,
         room_timeout_s: float,
+        on_slow_sink: OnSlowSink,
+        sink_queue_bytes: int,
         whole_prefix: bool = True,
         bind_thread: Callable[[], None] = lambda: None,
-        on_slow_sink: OnSlowSink = OnSlowSink.SKIP,
-        sink_queue_bytes: int = DEFAULT_SINK_QUEUE_BYTES,
         ids_repeat: bool = False,
         max_waiting_entries: int = DEFAULT_MAX_WAITING_ENTRIES,
     ) -> None:
@@ -98,10 +97,10 @@ class StageBuilder:
             max_open_steps: steps that may be saved and not consumed, of the cache's `staging_depth`, at most.
             room_timeout_s: the longest the engine waits for the builder, or for a sink it is to wait for, once per
                 stall.
-            whole_prefix: whether rows are owed for the tokens the engine skipped.
-            bind_thread: gives the builder's thread its device.
             on_slow_sink: what a step does for which the sink's queue has no room.
             sink_queue_bytes: with that many bytes of rows waiting for the sink, there is no room for a further step.
+            whole_prefix: whether rows are owed for the tokens the engine skipped.
+            bind_thread: gives the builder's thread its device.
             ids_repeat: whether two requests may have one internal id, one after the other.
             max_waiting_entries: news and steps that may wait for the builder. More means that the cache is stuck: then
                 every open request fails.
