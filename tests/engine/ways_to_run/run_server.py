@@ -254,7 +254,7 @@ def rows_in_memory(folder: Path) -> dict:
             taken[client.name] = [{"req_id": one.req_id, "digests": digests_of(one)} for one in stored]
         unknown = server.rpc("omni_core_take_rows", "nobody")
         answering_after = httpx.get(f"{server.url}/health", timeout=5).status_code
-        [core] = [pid for pid, command in server.group().items() if "EngineCore" in command]
+        [core] = [pid for pid, command in server.group().items() if command.startswith("VLLM::EngineCore")]
         ended = server.end(signal.SIGKILL, core)
         return {
             "clients": {client.name: client.seen() for client in served},
@@ -313,7 +313,7 @@ def terminated(folder: Path) -> dict:
 
 def killed(folder: Path) -> dict:
     def kill_worker(server: Server) -> dict:
-        [worker] = [pid for pid, command in server.group().items() if "Worker" in command]
+        [worker] = [pid for pid, command in server.group().items() if command.startswith("VLLM::Worker")]
         return server.end(signal.SIGKILL, worker)
 
     return rows_in_files(folder, kill_worker)
