@@ -66,7 +66,7 @@ def test_many_random_workloads_on_the_real_scheduler(simulation):
     reports, happened = run_workloads(simulation, range(1000, 1400))
     rows = total_rows(reports)
     assert_happened(happened, 20)
-    assert rows[RowKind.OTHER_CONTENT] > 0, "no hit found a block that other content was computed into, unheard of"
+    # First-come scheduling tells the worker of every change of hands, and replaces no content.
     for kind in set(RowKind) - {RowKind.OTHER_CONTENT, RowKind.REPLACED}:
         assert rows[kind] > 400, kind
 

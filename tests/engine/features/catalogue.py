@@ -98,6 +98,9 @@ FEATURES = {
     "chosen_layers": Feature(
         "Outputs of chosen layers", "`layers` of Omni Core", exact=False, shown_by="tests/engine/test_chosen_layers.py"
     ),
+    "isolation": Feature(
+        "A sink that hangs, a cache that breaks: generation goes on", '`on_error="isolate"`', "text_features:isolation"
+    ),
     "own_process": Feature(
         "The engine in a process of its own", "on by itself", exact=False, shown_by="tests/engine/ways_to_run"
     ),

@@ -66,6 +66,11 @@ def serve(model, drive, evidence, *, exact=True, only_with_cache=None, **options
         with FeatureEngine(model, cache=False, **options) as without:
             drive(without)
             verdict |= compare(engine, without)
+    return outcome_of(verdict, shown)
+
+
+def outcome_of(verdict, shown):
+    """`right` if the verdict names rows and nothing wrong with them, and everything has happened often enough."""
     wrong = [f"{name}: {count}" for name, count in faults(verdict).items()]
     wrong += [f"only {count} {name}" for name, (count, least) in shown.items() if count < least]
     counts = {name: count for name, (count, _) in shown.items()}

@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Features of the engine on a plain text model."""
 
+import threading
+
 import torch
+from feature_engine import FeatureEngine
 from feature_models import llama, lora_adapter
-from scenario import Prompts, hits, refuse, serve
+from scenario import Prompts, hits, outcome_of, refuse, serve
+from verdict import judge
 from vllm.lora.request import LoRARequest
 
 NGRAM = {
@@ -292,6 +296,46 @@ def prompt_embeddings(folder):
         return hits(engine, 96 + 64 + 96) | {"hits of equal embeddings only": (int(hit == [0, 96, 0, 64, 96]), 1)}
 
     return serve(llama(folder), drive, shown, enable_prompt_embeds=True)
+
+
+def isolation(folder):
+    """A sink that hangs, then a cache that breaks: clients get every token all the same."""
+    prompts = Prompts(19)
+    waves = [prompts.named(f"wave{turn}", "a", 3, shared=100, own=20) for turn in range(3)]
+    model, let_go = llama(folder), threading.Event()
+
+    def hang(delivery):
+        let_go.wait(60.0)
+        accept(delivery)
+
+    def broken(*args, **kwargs):
+        raise RuntimeError("the tables are gone")
+
+    with FeatureEngine(model, cache=True, settings={"on_error": "isolate"}) as engine:
+        sink, cache = engine.session.sink, engine.session.cache
+        accept = sink.accept
+        engine.wave(waves[0])
+        sink.accept = hang
+        engine.wave(waves[1])
+        while_stuck = 0 if let_go.is_set() else sum(engine.requests[name].done for name in waves[1])
+        let_go.set()
+        engine.flush()
+        verdict = judge(engine)
+        cache.save_outputs = broken
+        engine.wave(waves[2])
+        engine.flush()
+        report = engine.session.report()
+    with FeatureEngine(model, cache=False) as without:
+        for wave in waves:
+            without.wave(wave)
+    agreeing = sum(engine.requests[name].outputs == without.requests[name].outputs for name in without.requests)
+    shown = {
+        "requests that ended while the sink hung": (while_stuck, 3),
+        "requests with the tokens of a run without the cache": (agreeing, 9),
+        "requests reported as failed": (report["delivery"]["requests_failed"], 3),
+        "the cache is off, and says why": (int("the tables are gone" in str(report["off_reason"])), 1),
+    }
+    return outcome_of(verdict, shown)
 
 
 def kv_consumer(folder):
