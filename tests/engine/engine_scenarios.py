@@ -171,17 +171,7 @@ def chunked(model: str) -> dict:
         engine.wave(first | early | aborted | followers | second)
         hold_against(seen, with_cache, engine)
     try:
-        Engine(
-            model,
-            cache=True,
-            **options,
-            speculative_config={
-                "method": "ngram",
-                "num_speculative_tokens": 3,
-                "prompt_lookup_max": 3,
-                "prompt_lookup_min": 1,
-            },
-        )
+        Engine(model, cache=True, **options, scheduling_policy="priority")
         result["refusal"] = None
     except GateRefusedError as refusal:
         result["refusal"] = str(refusal)

@@ -194,6 +194,6 @@ def test_hits_on_blocks_of_an_aborted_request_get_its_rows(chunked, follower):
     assert seen["rows"][HIDDEN] == 210 + seen["prompt_tokens"] - 210 + 8 - 1
 
 
-def test_speculation_is_refused_at_start_with_the_reason(chunked):
-    assert "num_speculative_tokens=3" in chunked["refusal"]
-    assert "remove speculative_config" in chunked["refusal"]
+def test_a_setting_under_which_rows_could_be_wrong_is_refused_at_start_with_the_reason(chunked):
+    assert "scheduling_policy='priority'" in chunked["refusal"]
+    assert "use 'fcfs'" in chunked["refusal"]
