@@ -83,8 +83,8 @@ def is_killed():
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-WAYS = (ends_by_itself, exits, raises, is_terminated, is_killed)
-STUCK_WAYS = (ends_by_itself, raises, is_terminated)
+WAYS = (ends_by_itself, exits, is_killed)
+STUCK_WAYS = (raises, is_terminated)
 _KEPT = []
 
 

@@ -58,7 +58,7 @@ class StageParts:
         request_ids_randomised: bool,
         runtime: Runtime,
     ) -> None:
-        """Make backend, sink, cache and builder, in this order; a failure closes those already made.
+        """Make backend, sink, cache, builder and hooks, in this order; a failure closes those already made.
 
         Args:
             settings: the operator's.
@@ -99,16 +99,17 @@ class StageParts:
                 sink_queue_bytes=settings.sink_queue_bytes,
                 ids_repeat=not request_ids_randomised,
             )
+            undo.callback(self.builder.close, _LEAST_CLOSE_TIMEOUT_S)
+            self.hooks = StepHooks(
+                self.cache,
+                self.builder,
+                current,
+                group_index=group_index,
+                on_error=settings.on_error,
+                stage_outputs=stage_outputs_model(model),
+                layers=ChosenLayers(settings.captured_layers),
+            )
             undo.pop_all()
-        self.hooks = StepHooks(
-            self.cache,
-            self.builder,
-            current,
-            group_index=group_index,
-            on_error=settings.on_error,
-            stage_outputs=stage_outputs_model(model),
-            layers=ChosenLayers(settings.captured_layers),
-        )
 
     def close_elsewhere(self) -> None:
         """`close` on a thread of its own; returns at once."""
@@ -124,7 +125,7 @@ class StageParts:
         deadline_s = self._runtime.monotonic_s() + timeout_s
         if not self.builder.close(timeout_s):
             _LOG.error(
-                "the sink did not finish within %.1f s (shutdown_timeout_s) at shutdown; requests it had not finished "
+                "the sink did not finish within %g s (shutdown_timeout_s) at shutdown; requests it had not finished "
                 "are not readable",
                 timeout_s,
             )
