@@ -79,7 +79,7 @@ def qwen3_next(directory: Path, dtype=torch.bfloat16) -> str:
         **sizes,
         head_dim=32,
         linear_num_key_heads=2,
-        linear_num_value_heads=4,
+        linear_num_value_heads=2,
         linear_key_head_dim=128,
         linear_value_head_dim=128,
         linear_conv_kernel_dim=4,

@@ -36,15 +36,15 @@ def sliding_and_full_in_one_group(folder):
 
 def linear_attention_and_full(folder):
     return serve(
-        qwen3_next(folder), _two_waves(33, shared=340), lambda one: hits(one, 3 * 320), dtype="bfloat16", num_blocks=400
+        qwen3_next(folder), _two_waves(33, shared=600), lambda one: hits(one, 3 * 544), dtype="bfloat16", num_blocks=400
     )
 
 
 def hits_inside_a_block(folder):
     return serve(
         qwen3_next(folder),
-        _two_waves(34, shared=400),
-        lambda one: hits(one, 2 * 384),
+        _two_waves(34, shared=700),
+        lambda one: hits(one, 2 * 672),
         exact=False,
         dtype="bfloat16",
         num_blocks=400,
@@ -56,17 +56,18 @@ def pictures(folder):
     random = np.random.default_rng(35)
     cat, dog = (random.integers(0, 256, (96, 96, 3), np.uint8) for _ in range(2))
     text = "What stands here? <image> Tell me all that you can see of it."
-    two = "First <image> and then <image> there."
+    short, two = "Now <image>!", "First <image> and then <image> there."
 
     def drive(engine):
         asked = [(text, [cat]), (text, [cat]), (text, [dog]), (two, [cat, dog]), (two, [cat, dog]), (two, [cat, cat])]
+        asked += [(short, [cat]), (short, [cat])]
         for index, (prompt, shown) in enumerate(asked):
             engine.add(f"picture-{index}", {"prompt": prompt, "multi_modal_data": {"image": shown}})
             engine.run()
 
     def shown(engine):
-        cached = [engine.requests[f"picture-{index}"].num_cached_tokens for index in range(6)]
-        inside = sum(_ends_inside_a_picture(engine, f"picture-{index}") for index in range(6))
+        cached = [engine.requests[f"picture-{index}"].num_cached_tokens for index in range(8)]
+        inside = sum(_ends_inside_a_picture(engine, f"picture-{index}") for index in range(8))
         return hits(engine, 96) | {
             "hits that end inside a picture": (inside, 2),
             "another picture hits no row of the first": (int(cached[2] < cached[1]), 1),
