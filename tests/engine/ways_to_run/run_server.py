@@ -164,6 +164,7 @@ class Client:
     output_tokens: int = OUTPUT_TOKENS
     received: list[int] = field(default_factory=list)
     finished: bool = False
+    broken: bool = False
     response_id: str = ""
 
     async def run(self, url: str, started: asyncio.Event | None = None) -> None:
@@ -182,8 +183,10 @@ class Client:
         ):
             stream.raise_for_status()
             async for line in stream.aiter_lines():
-                if line == "data: [DONE]":
-                    self.finished = True
+                if line.startswith('data: {"error"'):
+                    self.broken = True
+                elif line == "data: [DONE]":
+                    self.finished = not self.broken
                 elif line.startswith("data: "):
                     chunk = json.loads(line.removeprefix("data: "))
                     self.response_id = chunk["id"]
