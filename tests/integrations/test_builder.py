@@ -11,6 +11,7 @@ from omni_core.integrations.vllm.builder import StartedRequest
 from omni_core.integrations.vllm.errors import FlushTimeoutError
 from omni_core.prefix_cache.config import HIDDEN_KEY
 from omni_core.prefix_cache.errors import HitRowsAbsentError
+from omni_core.runtime import ThreadingRuntime
 from omni_core.sinks.base import RequestEnd
 
 
@@ -195,6 +196,18 @@ def test_closing_does_not_wait_for_a_stuck_sink_for_ever(cache, sink):
         assert sink.entered.wait(BOUND_S)
         assert not builder.close(AT_ONCE_S)
         assert not sink.closed.is_set()
+
+
+def test_a_builder_whose_thread_cannot_start_leaves_none_behind(cache, sink):
+    class NoMoreThreads(ThreadingRuntime):
+        def spawn(self, name, target):
+            if name == "omni-core-builder":
+                raise RuntimeError("can't start new thread")
+            return super().spawn(name, target)
+
+    with pytest.raises(RuntimeError, match="can't start new thread"), running(cache, sink, runtime=NoMoreThreads()):
+        pytest.fail("it started")
+    assert sink.closed.wait(BOUND_S)
 
 
 def test_the_report_is_plain_data(cache, sink):
