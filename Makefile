@@ -5,6 +5,7 @@ PYTHON ?= python3
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
 MUTANTS_ARGS ?=
+SOAK_MINUTES ?= 30
 
 export PYTHON
 BIN := .venv/bin
@@ -17,7 +18,7 @@ NIGHTLY_VLLM := 0.27.0 0.30.0
 VLLM ?= $(NIGHTLY_VLLM)
 OTHER_VERSIONS := tests/engine/test_other_versions.py::test_the_engine_tests_pass_on_another_release
 
-.PHONY: help setup lint test test-fast test-engine test-vllm coverage soak mutants demo docs clean
+.PHONY: help setup lint test test-fast test-engine test-vllm coverage matrix soak mutants demo docs clean
 
 help:
 	@echo "make demo         run vLLM on the CPU with prefix caching and check every delivered row (DEMO_ARGS='...')"
@@ -26,7 +27,8 @@ help:
 	@echo "make test-engine  the tests that run a real vLLM"
 	@echo "make test-vllm    the engine tests on other releases of vLLM (VLLM='0.27.0 0.30.0'), each in a .venv-vllm-* of its own"
 	@echo "make coverage     branch coverage of the prefix cache by the fast tests; fails below 95 %"
-	@echo "make soak         the fast tests with many more random examples, and the long ones"
+	@echo "make matrix       every feature of vLLM on a real engine; writes the feature matrix of docs and README"
+	@echo "make soak         for the night: more random examples, the long tests, all features, other vLLMs, a random mix"
 	@echo "make mutants      inject known bugs, one at a time, and see each caught (MUTANTS_ARGS='--only NAME')"
 	@echo "make lint         ruff and mypy"
 	@echo "make docs         build the documentation into site/"
@@ -66,10 +68,20 @@ coverage:
 		-m "not engine and not packaging and not slow" --deselect tests/core/test_operation_budget.py
 	$(BIN)/python -m coverage report
 
-soak:
-	@$(SETUP) core
-	HYPOTHESIS_PROFILE=nightly $(PYTEST) --timeout 3600 -m "not engine and not packaging"
+matrix: export OMNI_CORE_FEATURE_RESULTS := $(CURDIR)/build/feature-results
+matrix:
+	@$(SETUP) core engine
+	$(PYTEST) --timeout 3600 -m engine tests/engine
 	@$(MAKE) test-vllm VLLM="$(NIGHTLY_VLLM)"
+	$(BIN)/python scripts/render_feature_matrix.py --results $(OMNI_CORE_FEATURE_RESULTS)
+
+# Long tests may take longer than the time after which stacks are dumped.
+soak:
+	@$(SETUP) core engine
+	HYPOTHESIS_PROFILE=nightly $(PYTEST) --timeout 3600 -o faulthandler_timeout=3500 -m "not engine and not packaging"
+	$(PYTEST) --timeout 3600 -o faulthandler_timeout=3500 -m "engine and slow"
+	@$(MAKE) test-vllm VLLM="$(NIGHTLY_VLLM)"
+	OMP_NUM_THREADS=1 $(BIN)/python tests/engine/soak/engine_soak.py --minutes $(SOAK_MINUTES)
 
 mutants:
 	@$(SETUP) core

@@ -74,6 +74,7 @@ FEATURES = {
         "Linear-attention and full-attention layers (Qwen3-Next)",
         "on by itself",
         "model_features:linear_attention_and_full",
+        exact=False,
     ),
     "hits_inside_a_block": Feature(
         "Hits that end inside a block", "`prefix_match_unit`", "model_features:hits_inside_a_block", exact=False

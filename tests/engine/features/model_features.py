@@ -35,8 +35,14 @@ def sliding_and_full_in_one_group(folder):
 
 
 def linear_attention_and_full(folder):
+    # Not exact: a hit of 544 tokens ends inside one of the kernel's chunks of 64, which then lie elsewhere.
     return serve(
-        qwen3_next(folder), _two_waves(33, shared=600), lambda one: hits(one, 3 * 544), dtype="bfloat16", num_blocks=400
+        qwen3_next(folder),
+        _two_waves(33, shared=600),
+        lambda one: hits(one, 3 * 544),
+        exact=False,
+        dtype="bfloat16",
+        num_blocks=400,
     )
 
 
