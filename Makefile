@@ -71,16 +71,16 @@ coverage:
 matrix: export OMNI_CORE_FEATURE_RESULTS := $(CURDIR)/build/feature-results
 matrix:
 	@$(SETUP) core engine
-	$(PYTEST) --timeout 3600 -m engine tests/engine
-	@$(MAKE) test-vllm VLLM="$(NIGHTLY_VLLM)"
+	scripts/setup_vllm.sh $(NIGHTLY_VLLM)
+	$(PYTEST) --timeout 3600 -o faulthandler_timeout=3500 -m engine tests/engine
 	$(BIN)/python scripts/render_feature_matrix.py --results $(OMNI_CORE_FEATURE_RESULTS)
 
 # Long tests may take longer than the time after which stacks are dumped.
 soak:
 	@$(SETUP) core engine
+	scripts/setup_vllm.sh $(NIGHTLY_VLLM)
 	HYPOTHESIS_PROFILE=nightly $(PYTEST) --timeout 3600 -o faulthandler_timeout=3500 -m "not engine and not packaging"
 	$(PYTEST) --timeout 3600 -o faulthandler_timeout=3500 -m "engine and slow"
-	@$(MAKE) test-vllm VLLM="$(NIGHTLY_VLLM)"
 	OMP_NUM_THREADS=1 $(BIN)/python tests/engine/soak/engine_soak.py --minutes $(SOAK_MINUTES)
 
 mutants:
