@@ -43,7 +43,8 @@ def take_rows(llm: Any, request_id: str, timeout_s: float = DEFAULT_FLUSH_TIMEOU
         timeout_s: for the flush.
 
     Returns:
-        One entry, or one per sample of a request with `n > 1`. Rows are CPU tensors in the dtype the engine computed.
+        One entry, or one per sample of a request with `n > 1`, in the order they ended; `sample.index` says which.
+        Rows are CPU tensors in the dtype the engine computed.
 
     Raises:
         RequestNotEndedError, UnknownRequestError: there is nothing to take (yet); says why.
