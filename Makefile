@@ -59,7 +59,7 @@ test-engine:
 test-vllm:
 	@$(SETUP) core
 	scripts/setup_vllm.sh $(VLLM)
-	$(PYTEST) --timeout 3600 $(foreach version,$(VLLM),"$(OTHER_VERSIONS)[$(version)]")
+	$(PYTEST) --timeout 3600 -o faulthandler_timeout=0 $(foreach version,$(VLLM),"$(OTHER_VERSIONS)[$(version)]")
 
 # Not the operation budgets: they count calls, and measuring coverage adds some.
 coverage:
