@@ -113,13 +113,9 @@ class Engine:
     def collective_rpc(self, method, timeout=None, args=()):
         return self._answers(self._engines[0], method, args)
 
-    @property
-    def core_engines(self):
-        return range(len(self._engines))
-
-    async def _call_utility_async(self, call, method, timeout, args, kwargs, *, engine):
+    async def call_utility_all_async(self, call, method, timeout, args, kwargs):
         assert call == "collective_rpc"
-        return self._answers(self._engines[engine], method, args)
+        return [self._answers(workers, method, args) for workers in self._engines]
 
     def _answers(self, workers, method, args):
         return [getattr(worker, method)(*args) for worker in workers]

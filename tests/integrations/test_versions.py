@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which vLLM is served: the verdict on a version, and what a start finds in the source text of the one that runs."""
 
+import asyncio
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from omni_core.integrations.vllm.engine_releases import ENGINE_RELEASES, Runs, engine_version_problem
-from omni_core.integrations.vllm.versions import prefix_replay_tokens
+from omni_core.integrations.vllm.versions import collective_rpc_of_every_engine, prefix_replay_tokens
 
 ROOT = Path(__file__).parents[2]
 LACKING = "v1/core/sched/output.py: SchedulerOutput has finished_req_ids"
@@ -69,6 +70,21 @@ def test_the_documented_versions_are_those_of_the_code():
 def test_make_soak_prepares_the_releases_that_are_run_nightly():
     nightly = " ".join(one.tested for one in ENGINE_RELEASES if one.runs is Runs.NIGHTLY)
     assert f"NIGHTLY_VLLM := {nightly}\n" in (ROOT / "Makefile").read_text()
+
+
+class ClientBefore032:
+    """A client of two engines that knows no call to all of them."""
+
+    core_engines = ("first", "second")
+
+    async def _call_utility_async(self, call, method, timeout, args, kwargs, *, engine):
+        return [f"{call} {method}{args} on {engine}"]
+
+
+def test_every_engine_is_asked_where_vllm_has_no_call_to_all_of_them():
+    asked = collective_rpc_of_every_engine(SimpleNamespace(engine_core=ClientBefore032()), "report", (1,))
+    answers = asyncio.run(asked)
+    assert answers == ["collective_rpc report(1,) on first", "collective_rpc report(1,) on second"]
 
 
 def kv_cache_config(*specs):

@@ -76,11 +76,15 @@ _PARALLEL = "distributed/parallel_state.py"
 SCHEDULER_OUTPUT = (
     *_has(_OUTPUT, "NewRequestData", "req_id", "prompt_token_ids", "prefill_token_ids", "block_ids"),
     *_has(_OUTPUT, "NewRequestData", "num_computed_tokens", "prompt_embeds", "lora_request", "mm_features"),
+    *_has(_OUTPUT, "NewRequestData", "prompt_is_token_ids"),
     *_has(_OUTPUT, "CachedRequestData", "req_ids", "resumed_req_ids", "all_token_ids", "new_block_ids"),
     *_has(_OUTPUT, "CachedRequestData", "num_computed_tokens"),
     *_has(_OUTPUT, "SchedulerOutput", "scheduled_new_reqs", "scheduled_cached_reqs", "num_scheduled_tokens"),
     *_has(_OUTPUT, "SchedulerOutput", "total_num_scheduled_tokens", "finished_req_ids"),
     *_has(_OUTPUT, "SchedulerOutput", "scheduled_spec_decode_tokens", "kv_cache_block_copies"),
+    *_has("lora/request.py", "LoRARequest", "lora_int_id", "lora_name"),
+    *_has("multimodal/inputs.py", "MultiModalFeatureSpec", "identifier", "mm_position"),
+    *_has("multimodal/inputs.py", "PlaceholderRange", "offset", "length"),
     *_has("v1/core/kv_cache_utils.py", "KVCacheBlockCopy", "src_block_id", "dst_block_id"),
 )
 """What a step brings, read by `step_events.py` and `tap.py`."""
@@ -101,7 +105,10 @@ MODEL_RUNNER = (
     _takes(_TABLE, "MultiGroupBlockTable", "__getitem__", "idx"),
     *_has("v1/utils.py", "CpuGpuBuffer", "np", "gpu"),
     *_has("v1/outputs.py", "ModelRunnerOutput", "sampled_token_ids", "req_id_to_index"),
-    *_has("sampling_params.py", "SamplingParams", "max_tokens", "eos_token_id", "stop_token_ids"),
+    *_has(
+        "sampling_params.py", "SamplingParams", "max_tokens", "eos_token_id", "stop_token_ids", "repetition_detection"
+    ),
+    _takes("v1/core/sched/utils.py", None, "check_stop", "request", "max_model_len"),
     _takes("model_executor/models/interfaces.py", "SupportsEagle3", "set_aux_hidden_state_layers", "layers"),
 )
 """What a step leaves behind, read by `versions.py`, `runner_hooks.py`, `accepted_tokens.py` and `chosen_layers.py`."""
@@ -153,6 +160,7 @@ CLIENT = (
     *_has("v1/engine/core.py", "EngineCore", "model_executor"),
     *_has("v1/engine/async_llm.py", "AsyncLLM", "engine_core"),
     *_has("v1/engine/core_client.py", "MPClient", "core_engines"),
+    *_has("v1/engine/core_client.py", "AsyncMPClient", "call_utility_all_async", since=(0, 32)),
     _takes("v1/engine/core_client.py", "AsyncMPClient", "_call_utility_async", "method"),
     *_has("v1/executor/uniproc_executor.py", "UniProcExecutor", "driver_worker"),
     *_has("v1/worker/worker_base.py", "WorkerWrapperBase", "worker"),

@@ -8,11 +8,10 @@ fact.
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import importlib.util
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -173,11 +172,21 @@ def stage_outputs_model(model: Any) -> StageOutputsModel | None:
     return None
 
 
+def engine_stop_rule() -> Callable[[Any, int], bool]:
+    """The scheduler's rule for the end of a request; which token ends one differs between releases."""
+    from vllm.v1.core.sched.utils import check_stop
+
+    return cast("Callable[[Any, int], bool]", check_stop)
+
+
 def prompt_token_ids(new: Any) -> Sequence[int]:
     """The prompt of a request scheduled for the first time; `UNKNOWN_TOKEN_ID` where it was given as embeddings."""
-    if new.prompt_token_ids is not None:
+    if new.prompt_embeds is None:
         return cast("Sequence[int]", new.prompt_token_ids)
-    return [UNKNOWN_TOKEN_ID] * len(new.prompt_embeds)
+    if new.prompt_token_ids is None or new.prompt_is_token_ids is None:
+        return [UNKNOWN_TOKEN_ID] * len(new.prompt_embeds)
+    known = zip(new.prompt_token_ids, new.prompt_is_token_ids, strict=True)
+    return [token_id if is_token else UNKNOWN_TOKEN_ID for token_id, is_token in known]
 
 
 def step_arrays(runner: Any, scheduler_output: SchedulerOutput, group_index: int) -> StepArrays:
@@ -245,10 +254,12 @@ async def collective_rpc_of_every_engine(engine: Any, method: str, args: tuple[A
     """Call a method of every worker of an `AsyncLLM`, on every data-parallel engine; the answers in one list.
 
     `AsyncLLM.collective_rpc` also calls them all, but `DPLBAsyncMPClient.call_utility_async` returns the first engine's
-    answers only, and the call that returns all of them came with vLLM 0.32; both make the call that is made here.
+    answers only. The call that returns all came with vLLM 0.32; on older ones the engines are asked one after another.
     """
     client = engine.engine_core
-    calls = [
-        client._call_utility_async("collective_rpc", method, None, args, {}, engine=one) for one in client.core_engines
-    ]
-    return [answer for of_engine in await asyncio.gather(*calls) for answer in of_engine]
+    call: tuple[Any, ...] = ("collective_rpc", method, None, args, {})
+    if hasattr(client, "call_utility_all_async"):
+        answers = await client.call_utility_all_async(*call)
+    else:
+        answers = [await client._call_utility_async(*call, engine=one) for one in client.core_engines]
+    return [answer for of_engine in answers for answer in of_engine]
