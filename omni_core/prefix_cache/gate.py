@@ -10,6 +10,9 @@ from enum import Enum
 FULL_ATTENTION_KINDS = frozenset({"full_attention", "mla_attention"})
 """Kinds of KV-cache groups whose block table names the blocks of all tokens (vLLM: `FullAttentionManager`)."""
 
+STORE_ONLY_CONNECTORS = frozenset({"ExampleHiddenStatesConnector", "MooncakeConnector"})
+"""KV connectors of vLLM 0.32 that never load in the role `kv_producer`, by `get_num_new_matched_tokens` of each."""
+
 
 class GateStatus(Enum):
     """The gate's three answers."""
@@ -34,6 +37,8 @@ class StageFacts:
     is_pooling: bool = False
     kv_role: str | None = None
     """vLLM's `kv_transfer_config.kv_role`, if any."""
+    kv_connector: str | None = None
+    """vLLM's `kv_transfer_config.kv_connector`, if any."""
     attention_group_kinds: tuple[str, ...] = ("full_attention",)
     """Kind of each KV-cache group, such as `full_attention`, `sliding_window`, `mamba`."""
     num_speculative_tokens: int = 0
@@ -124,7 +129,17 @@ GATE_RULES: tuple[GateRule, ...] = (
         lambda f: f.kv_role in ("kv_consumer", "kv_both"),
         lambda f: (
             f"kv_role={f.kv_role!r}: KV received from a producer counts as computed, but its rows were never "
-            "computed here; turn the cache off on this stage or make it producer-only"
+            "computed here; turn the cache off on this stage"
+        ),
+    ),
+    GateRule(
+        "kv_connector",
+        GateStatus.REFUSED,
+        lambda f: f.kv_connector is not None and f.kv_connector not in STORE_ONLY_CONNECTORS,
+        lambda f: (
+            f"kv_connector={f.kv_connector!r} may load KV as a producer too; what it loads counts as computed, but its "
+            f"rows were never computed here; use one that only stores ({', '.join(sorted(STORE_ONLY_CONNECTORS))}), or "
+            "turn the cache off on this stage"
         ),
     ),
     GateRule(

@@ -27,6 +27,11 @@ CASES = {
     "prefix_caching_off": ({"prefix_caching": False}, GateStatus.IGNORED, "enable_prefix_caching"),
     "not_output_rank": ({"is_output_rank": False}, GateStatus.IGNORED, "output rank"),
     "kv_consumer": ({"kv_role": "kv_consumer"}, GateStatus.REFUSED, "kv_role='kv_consumer'"),
+    "kv_connector": (
+        {"kv_role": "kv_producer", "kv_connector": "NixlConnector"},
+        GateStatus.REFUSED,
+        "kv_connector='NixlConnector' may load.*MooncakeConnector.*turn the cache off",
+    ),
     "context_parallel": (
         {"decode_context_parallel_size": 2, "prefill_context_parallel_size": 4},
         GateStatus.REFUSED,
@@ -86,7 +91,8 @@ def test_a_rank_or_stage_without_use_for_a_cache_is_never_refused_one(quiet, lou
     "facts",
     [
         {},
-        {"kv_role": "kv_producer"},
+        {"kv_role": "kv_producer", "kv_connector": "MooncakeConnector"},
+        {"kv_role": "kv_producer", "kv_connector": "ExampleHiddenStatesConnector"},
         {"allocator_block_size": None},
         {"num_speculative_tokens": 3},
         {"async_scheduling": True},

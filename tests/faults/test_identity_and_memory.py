@@ -36,7 +36,9 @@ def test_fault_077_a_stage_that_receives_kv_gets_no_cache():
         decision = stage_prefix_cache_config(StageFacts(enabled=True, kv_role=role))
         assert decision.status is GateStatus.REFUSED
         assert role in decision.reason
-    assert stage_prefix_cache_config(StageFacts(enabled=True, kv_role="kv_producer")).status is GateStatus.SUPPORTED
+    for connector, status in {"NixlConnector": GateStatus.REFUSED, "MooncakeConnector": GateStatus.SUPPORTED}.items():
+        producer = StageFacts(enabled=True, kv_role="kv_producer", kv_connector=connector)
+        assert stage_prefix_cache_config(producer).status is status
 
 
 def test_fault_081_memory_is_planned_beforehand_and_pinned_before_the_first_step(make_rig):

@@ -77,6 +77,7 @@ class Stage:
             device=self.runner.device,
             group_index=0,
             request_ids_randomised=True,
+            stop_rule=fake.ends,
             runtime=ThreadingRuntime(),
         )
         adopt_hooks(self.runner, parts.hooks)
@@ -196,13 +197,15 @@ def test_a_forward_that_returns_other_layers_is_an_error(returned):
         ChosenLayers((1, 2)).added_to({}, forward)
 
 
-def test_layers_changed_under_a_running_engine_turn_the_cache_off_and_generation_goes_on(stages):
+def test_layers_changed_under_a_running_engine_cost_its_requests_and_generation_goes_on(stages):
     stage = stages((1, 2), on_error=OnError.ISOLATE, tap=False)
     stage.step(fake.scheduled(new=[("a-00000001", PROMPT, [1, 2, 3], 0, 10)]), a_00000001=21)
     stage.runner.model.set_aux_hidden_state_layers((1,))
     stage.step(fake.scheduled(running=[("a-00000001", 10, 1, None)]), a_00000001=22)
     assert stage.runner.forwards == 2
-    assert "returned 1 auxiliary hidden states" in stage.session.report()["off_reason"]
+    stage.session.flush(BOUND_S, still_running=())
+    [failure] = stage.session.report()["delivery"]["failures"].values()
+    assert "returned 1 auxiliary hidden states" in failure
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------------

@@ -68,6 +68,7 @@ class Worker:
             device=self.runner.device,
             group_index=0,
             request_ids_randomised=True,
+            stop_rule=fake.ends,
             runtime=ThreadingRuntime(),
         )
         adopt_hooks(self.runner, parts.hooks)

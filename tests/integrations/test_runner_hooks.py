@@ -10,13 +10,14 @@ import torch
 from fake_stage import FakeStage
 
 from omni_core.integrations.vllm.errors import StageNotFoundError
+from omni_core.integrations.vllm.runner_hooks import MAX_FAILED_STEPS_IN_A_ROW, adopt_hooks
 from omni_core.integrations.vllm.session import StageSession, stage_session
 from omni_core.integrations.vllm.settings import OmniSettings, OnError
 from omni_core.integrations.vllm.tap import install_tap
 from omni_core.prefix_cache.config import HIDDEN_KEY
 from omni_core.prefix_cache.gate import GateDecision, GateStatus
 from omni_core.sinks.base import RequestEnd
-from omni_core.sinks.errors import UnknownSinkError
+from omni_core.sinks.errors import UnknownRequestError, UnknownSinkError
 
 BOUND_S = 20.0
 PROMPT = [11, 12, 13, 14, 15, 16, 17, 18, 19, 20]
@@ -214,6 +215,69 @@ def test_an_error_of_the_cache_turns_it_off_and_the_engine_goes_on(stages, caplo
     assert report["off_reason"] == f"{call}: ValueError: the tables are gone"
     assert "the tables are gone" in report["delivery"]["failures"]["a-00000001"]
     assert "a-00000001" not in stage.session.sink.request_ids()
+
+
+def test_requests_after_the_cache_was_turned_off_are_told_why_they_have_no_rows(stages, monkeypatch):
+    stage = stages(on_error=OnError.ISOLATE)
+
+    def broken(*args, **kwargs):
+        raise ValueError("the tables are gone")
+
+    monkeypatch.setattr(stage.session.cache, "save_outputs", broken)
+    stage.step(fake.scheduled(new=[("a-00000001", PROMPT, [1, 2, 3], 0, 10)]))
+    stage.step(fake.scheduled(new=[("b-00000002", OTHER, [4, 5, 6], 0, 11)], finished=["a-00000001"]))
+    stage.session.flush(BOUND_S, still_running=())
+    for req_id in ("a-00000001", "b-00000002"):
+        with pytest.raises(UnknownRequestError, match="the cache was turned off: save_outputs: ValueError"):
+            stage.stored(req_id)
+
+
+def test_a_step_whose_outputs_cannot_be_taken_costs_its_requests_only(stages):
+    stage = stages(on_error=OnError.ISOLATE)
+    stage.step(fake.scheduled(new=[("a-00000001", PROMPT, [1, 2, 3], 0, 10)]))
+    stage.runner.model.broken = True
+    stage.step(fake.scheduled(new=[("b-00000002", OTHER, [4, 5, 6], 0, 11)], finished=["a-00000001"]))
+    stage.runner.model.broken = False
+    stage.step(fake.scheduled(running=[("b-00000002", 11, 1, None)]), b_00000002=9)
+    stage.step(fake.scheduled(new=[("c-00000003", [*PROMPT[:8], 9], [1, 2, 7], 8, 1)], finished=["b-00000002"]))
+    stage.session.flush(BOUND_S, still_running=())
+    report = stage.session.report()
+    assert (report["off_reason"], report["steps_failed"]) == (None, 1)
+    assert stage.stored("a-00000001").hidden_states.tolist() == expected(PROMPT)
+    assert stage.stored("c-00000003").hidden_states.tolist() == expected([*PROMPT[:8], 9])
+    with pytest.raises(UnknownRequestError, match="no codes today"):
+        stage.stored("b-00000002")
+
+
+def test_a_step_too_large_for_staging_costs_its_requests_only(stages):
+    stage = stages(on_error=OnError.ISOLATE, extra_row_bytes=0)
+    stage.runner.model.wide = True
+    stage.step(fake.scheduled(new=[("a-00000001", PROMPT, [1, 2, 3], 0, 10)]))
+    stage.runner.model.wide = False
+    stage.step(fake.scheduled(new=[("b-00000002", OTHER, [4, 5, 6], 0, 11)], finished=["a-00000001"]))
+    stage.session.flush(BOUND_S, still_running=())
+    assert stage.session.report()["off_reason"] is None
+    assert "StepTooLargeError" in stage.session.report()["delivery"]["failures"]["a-00000001"]
+    assert stage.stored("b-00000002").hidden_states.tolist() == expected(OTHER)
+
+
+def test_steps_that_keep_failing_turn_the_cache_off(stages):
+    stage = stages(on_error=OnError.ISOLATE)
+    stage.runner.model.broken = True
+    stage.step(fake.scheduled(new=[("a-00000001", PROMPT[:3], [1, 2, 3, 4, 5, 6], 0, 3)]))
+    for position in range(3, 4 + MAX_FAILED_STEPS_IN_A_ROW):
+        stage.step(fake.scheduled(running=[("a-00000001", position, 1, None)]), a_00000001=20)
+    assert "no codes today" in stage.session.report()["off_reason"]
+    assert stage.runner.forwards == 2 + MAX_FAILED_STEPS_IN_A_ROW
+
+
+def test_a_runner_whose_kv_cache_is_made_again_gets_the_new_hooks(stages):
+    first, second = stages(), stages()
+    adopt_hooks(first.runner, second.parts.hooks)
+    assert type(first.runner).__name__ == "OmniCoreFakeRunner"
+    first.step(fake.scheduled(new=[("a-00000001", PROMPT, [1, 2, 3], 0, 10)]))
+    assert first.session.report()["cache"]["steps_saved"] == 0
+    assert second.session.report()["cache"]["steps_saved"] == 1
 
 
 @pytest.mark.parametrize("call", ["new_step_starts", "save_outputs"])

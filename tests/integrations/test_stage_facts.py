@@ -12,6 +12,10 @@ from omni_core.integrations.vllm.stage_facts import KvGroups, cache_config, deci
 from omni_core.prefix_cache.gate import GateStatus
 
 ON = OmniSettings(enabled=True)
+CONSUMER, BOTH, PRODUCER = (
+    SimpleNamespace(kv_role=role, kv_connector="MooncakeConnector")
+    for role in ("kv_consumer", "kv_both", "kv_producer")
+)
 DRAFTS = SimpleNamespace(num_speculative_tokens=3)
 
 
@@ -80,8 +84,14 @@ def test_a_stage_with_no_use_for_a_cache_is_left_alone(changed, rule):
             },
             "num_speculative_tokens=3",
         ),
-        ({"config": vllm_config(kv_transfer_config=SimpleNamespace(kv_role="kv_consumer"))}, "kv_role='kv_consumer'"),
-        ({"config": vllm_config(kv_transfer_config=SimpleNamespace(kv_role="kv_both"))}, "kv_role='kv_both'"),
+        (
+            {"config": vllm_config(kv_transfer_config=CONSUMER)},
+            "kv_role='kv_consumer'",
+        ),
+        (
+            {"config": vllm_config(kv_transfer_config=BOTH)},
+            "kv_role='kv_both'",
+        ),
         (
             {"config": vllm_config(scheduler_config=SimpleNamespace(policy="priority", async_scheduling=False))},
             "scheduling_policy='priority'",
@@ -121,14 +131,20 @@ def test_drafts_hybrid_models_and_smaller_kernel_blocks_are_served(changed):
 
 @pytest.mark.parametrize("changed", [{}, {"uses_v2_runner": True}])
 def test_what_the_configuration_alone_says_is_refused_before_the_kv_cache_is_made(changed):
-    consumer = vllm_config(kv_transfer_config=SimpleNamespace(kv_role="kv_consumer"))
+    consumer = vllm_config(kv_transfer_config=CONSUMER)
     with pytest.raises(GateRefusedError):
         decide(stage_facts(ON, consumer, engine_version="0.32.0", **changed))
     assert decide(stage_facts(ON, vllm_config(), engine_version="0.32.0")).status is GateStatus.SUPPORTED
 
 
+def test_a_producer_whose_connector_may_load_is_refused():
+    transfer = SimpleNamespace(kv_role="kv_producer", kv_connector="OffloadingConnector")
+    with pytest.raises(GateRefusedError, match="OffloadingConnector"):
+        decide(facts(vllm_config(kv_transfer_config=transfer)))
+
+
 def test_a_producer_is_served():
-    config = vllm_config(kv_transfer_config=SimpleNamespace(kv_role="kv_producer"))
+    config = vllm_config(kv_transfer_config=PRODUCER)
     assert decide(facts(config)).status is GateStatus.SUPPORTED
 
 

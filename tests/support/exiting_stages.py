@@ -46,6 +46,7 @@ def open_stage(directory, shutdown_timeout_s):
         device=runner.device,
         group_index=0,
         request_ids_randomised=True,
+        stop_rule=fake.ends,
         runtime=ThreadingRuntime(),
     )
     adopt_hooks(runner, parts.hooks)

@@ -18,6 +18,13 @@ EOS_TOKEN_ID = 1
 STOP_TOKEN_ID = 2
 
 
+def ends(request, max_model_len):
+    """The scheduler's rule, as vLLM 0.32 has it, without repetitions."""
+    last, params = request.output_token_ids[-1], request.sampling_params
+    full = request.num_tokens >= max_model_len or request.num_output_tokens >= request.max_tokens
+    return last == params.eos_token_id or last in params.stop_token_ids or full
+
+
 def row_of(tokens, position):
     """The hidden row of a token prefix at a position."""
     return [float(tokens[position]), float(position), float(sum(tokens[:position])), 1.0]
@@ -28,11 +35,14 @@ class FakeModel:
 
     def __init__(self):
         self.taken = 0
+        self.broken = self.wide = False
         self.codes = torch.empty(0)
 
     def take_stage_outputs(self):
         self.taken += 1
-        return {"codes": self.codes}
+        if self.broken:
+            raise RuntimeError("no codes today")
+        return {"codes": self.codes} | ({"wide": torch.zeros(len(self.codes), 1 << 20)} if self.wide else {})
 
 
 class FakeRunner:
@@ -168,7 +178,10 @@ def scheduled(new=(), running=(), finished=(), drafts=None, max_tokens=MAX_LEN):
                 prompt_embeds=None,
                 prompt_is_token_ids=None,
                 sampling_params=SimpleNamespace(
-                    max_tokens=max_tokens, eos_token_id=EOS_TOKEN_ID, stop_token_ids=[STOP_TOKEN_ID]
+                    max_tokens=max_tokens,
+                    eos_token_id=EOS_TOKEN_ID,
+                    stop_token_ids=[STOP_TOKEN_ID],
+                    repetition_detection=None,
                 ),
             )
             for req_id, prompt, blocks, computed, _ in new

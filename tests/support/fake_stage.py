@@ -36,6 +36,7 @@ class FakeStage:
             device=self.runner.device,
             group_index=0,
             request_ids_randomised=True,
+            stop_rule=fake.ends,
             runtime=ThreadingRuntime(),
         )
         adopt_hooks(self.runner, self.parts.hooks)

@@ -2,13 +2,14 @@
 """Which rows of a step with draft tokens count: those of tokens the engine accepts and keeps.
 
 The sampler gives each request the accepted drafts and one token more, and the scheduler then cuts them behind the first
-that ends the request (`Scheduler._update_request_with_output` and `check_stop` in vLLM 0.32). The worker never hears
-of that cut, so it is made here by the same rules; without it a request would get rows past the end of its output.
+that ends the request (`Scheduler._update_request_with_output` in vLLM 0.27 to 0.32). The worker never hears of that
+cut, so the scheduler's own rule is asked here once more; else a request would get rows past the end of its output.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -27,13 +28,39 @@ class SampledTokens(Protocol):
     def req_id_to_index(self) -> Mapping[str, int]: ...
 
 
-def kept_samples(runner: Any, output: SampledTokens, step: StepArrays) -> dict[str, int]:
+StopRule = Callable[[Any, int], bool]
+"""vLLM's `check_stop(request, max_model_len)`: whether the last output token of a request ends it."""
+
+
+@dataclass(slots=True)
+class _RequestSoFar:
+    """A request as the scheduler would see it after some of its sampled tokens: what `check_stop` reads and sets."""
+
+    sampling_params: Any
+    num_prompt_tokens: int
+    num_output_tokens: int
+    output_token_ids: Sequence[int]
+    pooling_params: None = None
+    status: Any = None
+    stop_reason: Any = None
+
+    @property
+    def max_tokens(self) -> int:
+        return int(self.sampling_params.max_tokens)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_prompt_tokens + self.num_output_tokens
+
+
+def kept_samples(runner: Any, output: SampledTokens, step: StepArrays, stop_rule: StopRule) -> dict[str, int]:
     """For each request with drafts, how many of its sampled tokens the engine keeps. Engine thread, after sampling.
 
     Args:
         runner: vLLM's model runner; its `requests` have been told the sampled tokens already.
         output: what its `sample_tokens` returned.
         step: the batch, with its draft counts.
+        stop_rule: the scheduler's.
 
     Returns:
         A number between 1 and drafts + 1 each. If nothing was sampled for a request the scheduler takes none of its
@@ -42,17 +69,24 @@ def kept_samples(runner: Any, output: SampledTokens, step: StepArrays) -> dict[s
     kept = {}
     for req_id, drafts in _drafts(step).items():
         sampled = output.sampled_token_ids[output.req_id_to_index[req_id]]
-        if not sampled:
-            kept[req_id] = drafts + 1
-            continue
-        request = runner.requests[req_id]
-        num_output_tokens = len(request.output_token_ids) - len(sampled)
-        room = min(
-            request.sampling_params.max_tokens - num_output_tokens,
-            runner.max_model_len - request.num_prompt_tokens - num_output_tokens,
-        )
-        kept[req_id] = _first_end(sampled[: max(room, 1)], request.sampling_params)
+        kept[req_id] = _num_kept(runner, req_id, sampled, stop_rule) if sampled else drafts + 1
     return kept
+
+
+def _num_kept(runner: Any, req_id: str, sampled: Sequence[int], stop_rule: StopRule) -> int:
+    request = runner.requests[req_id]
+    params = request.sampling_params
+    num_before = len(request.output_token_ids) - len(sampled)
+    for count in range(1, len(sampled)):
+        # The rule looks at the last token only, unless it looks for repetitions.
+        outputs = sampled[:count]
+        if params.repetition_detection is not None:
+            outputs = request.output_token_ids[: num_before + count]
+        if stop_rule(
+            _RequestSoFar(params, request.num_prompt_tokens, num_before + count, outputs), runner.max_model_len
+        ):
+            return count
+    return len(sampled)
 
 
 def fewest_sampled(step: StepArrays) -> dict[str, int]:
@@ -74,8 +108,3 @@ def _drafts(step: StepArrays) -> dict[str, int]:
     if step.num_draft_tokens is None:
         return {}
     return {step.req_ids[index]: int(step.num_draft_tokens[index]) for index in step.num_draft_tokens.nonzero()[0]}
-
-
-def _first_end(token_ids: Sequence[int], sampling_params: Any) -> int:
-    ends = {sampling_params.eos_token_id, *(sampling_params.stop_token_ids or ())}
-    return next((count for count, token_id in enumerate(token_ids, 1) if token_id in ends), len(token_ids))

@@ -59,7 +59,13 @@ class _FailOpenRequests:
     reason: str
 
 
-_Item = _News | _Step | _StepGivenUp | _Flush | _FailOpenRequests
+@dataclass(frozen=True, slots=True)
+class _FailRequests:
+    req_ids: tuple[str, ...]
+    reason: str
+
+
+_Item = _News | _Step | _StepGivenUp | _Flush | _FailOpenRequests | _FailRequests
 
 
 class StageBuilder:
@@ -163,6 +169,10 @@ class StageBuilder:
     def fail_open_requests(self, reason: str) -> None:
         """Every request not ended fails with `reason`, after the steps submitted before. Returns at once."""
         self._enqueue(_FailOpenRequests(reason))
+
+    def fail_requests(self, req_ids: Collection[str], reason: str) -> None:
+        """These requests fail with `reason`, after the steps submitted before. Returns at once."""
+        self._enqueue(_FailRequests(tuple(req_ids), reason))
 
     def flush(self, timeout_s: float, still_running: Collection[str] | None = ()) -> None:
         """Deliver every step submitted before, and end every request that is not `still_running`; `None` ends none.
@@ -328,7 +338,9 @@ class StageBuilder:
                 if keep is not None:
                     self._assembler.flush_requests(keep)
             case _FailOpenRequests(reason):
-                self._assembler.fail_requests(reason)
+                self._assembler.fail_open_requests(reason)
+            case _FailRequests(req_ids, reason):
+                self._assembler.fail_requests(req_ids, reason)
 
 
 def _overrun_text(max_waiting_entries: int) -> str:
@@ -345,5 +357,7 @@ def _describe(item: _Item) -> str:
             return f"step {step.step_id}, which was given up"
         case _Flush():
             return "a flush"
+        case _FailRequests(req_ids):
+            return f"the failure of {len(req_ids)} requests"
         case _FailOpenRequests():
             return "failing the open requests"

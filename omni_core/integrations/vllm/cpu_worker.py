@@ -80,6 +80,8 @@ class OmniCpuWorker(CPUWorker):  # type: ignore[misc]  # vLLM ships no types, so
 
     def shutdown(self) -> None:
         """Close the session in bounded time, then vLLM's own."""
-        if self.omni_core_session is not None:
-            self.omni_core_session.close()
-        super().shutdown()
+        try:
+            if self.omni_core_session is not None:
+                self.omni_core_session.close()
+        finally:
+            super().shutdown()

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 from omni_core.integrations.vllm.built_step import BuiltStep, StartedRequest, StepSource
@@ -127,7 +127,12 @@ class DeliveryAssembler:
                     self._end(ledger, RequestEnd.FLUSHED)
                 self._forget(ledger)
 
-    def fail_requests(self, reason: str) -> None:
+    def fail_requests(self, req_ids: Sequence[str], reason: str) -> None:
+        """These requests fail; they end when the engine says so."""
+        for req_id in req_ids:
+            self._fail(req_id, reason)
+
+    def fail_open_requests(self, reason: str) -> None:
         """Every open request fails, and ends. The reason is in the log already."""
         for req_id, ledger in list(self._ledgers.items()):
             if ledger.failure is None:

@@ -38,3 +38,7 @@ class RpcArgumentError(IntegrationError, ValueError):
 
 class FlushTimeoutError(IntegrationError, TimeoutError):
     """Rows already computed did not reach the sink in time; names what they wait for."""
+
+
+class StepNotSavedError(IntegrationError):
+    """One step's rows could not be saved; its requests get no more rows, and other requests are not concerned."""

@@ -18,15 +18,33 @@ from typing import Any, Protocol, cast
 import numpy as np
 import torch
 
-from omni_core.integrations.vllm.accepted_tokens import SampledTokens, fewest_sampled, kept_samples, num_valid_rows
+from omni_core.integrations.vllm.accepted_tokens import (
+    SampledTokens,
+    StopRule,
+    fewest_sampled,
+    kept_samples,
+    num_valid_rows,
+)
 from omni_core.integrations.vllm.builder import BuiltStep, StageBuilder, StartedRequest
 from omni_core.integrations.vllm.chosen_layers import ChosenLayers
+from omni_core.integrations.vllm.errors import StepNotSavedError
 from omni_core.integrations.vllm.settings import OnError
 from omni_core.integrations.vllm.step_events import SchedulerOutput, step_events
 from omni_core.integrations.vllm.versions import StageOutputsModel, StepArrays, prompt_token_ids, step_arrays
+from omni_core.prefix_cache.errors import (
+    OmniPrefixCacheStagingTimeoutError,
+    OmniPrefixCacheUnmatchError,
+    StepTooLargeError,
+)
 from omni_core.prefix_cache.events import StepEvents, StepLayout
 
 _LOG = logging.getLogger(__name__)
+
+MAX_FAILED_STEPS_IN_A_ROW = 16
+"""So many steps may fail one after the other before the cache is turned off: then it is not the requests'."""
+
+_STEP_ERRORS = (OmniPrefixCacheUnmatchError, StepTooLargeError, OmniPrefixCacheStagingTimeoutError)
+"""What `save_outputs` says of a step it cannot take; nothing was changed, and the next step may be fine."""
 
 
 class StepCache(Protocol):
@@ -82,7 +100,8 @@ class CurrentStep:
 class StepHooks:
     """What happens on the engine thread around each forward of a stage that has a cache.
 
-    An unexpected error of the cache turns it off for good (`on_error="isolate"`), or stops the step (`"raise"`).
+    With `on_error="isolate"` a step that cannot be saved costs the requests in it, and any other error of ours, or too
+    many such steps one after the other, turns the cache off for good. With `"raise"` the error stops the engine's step.
     """
 
     def __init__(
@@ -95,6 +114,7 @@ class StepHooks:
         on_error: OnError,
         stage_outputs: StageOutputsModel | None,
         layers: ChosenLayers,
+        stop_rule: StopRule,
     ) -> None:
         self._cache = cache
         self._builder = builder
@@ -103,6 +123,9 @@ class StepHooks:
         self._on_error = on_error
         self._stage_outputs = stage_outputs
         self._layers = layers
+        self._stop_rule = stop_rule
+        self._failed_in_a_row = 0
+        self._steps_failed = 0
         self._off_reason: str | None = None
         self._unsampled: _UnsampledStep | None = None
 
@@ -111,9 +134,19 @@ class StepHooks:
         """Why the cache was turned off, if it was."""
         return self._off_reason
 
+    @property
+    def steps_failed(self) -> int:
+        """Steps that could not be saved."""
+        return self._steps_failed
+
     def before_forward(self, scheduler_output: SchedulerOutput) -> None:
         """Tell the cache and the builder what the step starts with. Never blocks."""
-        self._guarded("new_step_starts", lambda: self._begin(scheduler_output))
+        if self._off_reason is None:
+            self._guarded("new_step_starts", lambda: self._begin(scheduler_output))
+        elif scheduler_output.scheduled_new_reqs:
+            # Each request has its last word all the same: why it has no rows.
+            self._tell_builder(scheduler_output)
+            self._builder.fail_open_requests(f"the cache was turned off: {self._off_reason}")
 
     def after_forward(self, runner: Any, scheduler_output: SchedulerOutput) -> None:
         """Save the rows of the forward that has just run, if one ran and this rank has its outputs.
@@ -122,7 +155,7 @@ class StepHooks:
         """
         state = runner.execute_model_state
         if state is not None:
-            self._guarded("save_outputs", lambda: self._save(runner, state.hidden_states, scheduler_output))
+            self._guarded("save_outputs", lambda: self._save_or_fail(runner, state.hidden_states, scheduler_output))
 
     def after_sampling(self, runner: Any, output: Any) -> None:
         """Hand on the step whose drafts have just been accepted or rejected, if there is one. Never blocks.
@@ -137,7 +170,7 @@ class StepHooks:
     def _hand_on_sampled(self, runner: Any, output: SampledTokens) -> None:
         if self._unsampled is not None:
             step, self._unsampled = self._unsampled, None
-            self._hand_on(step, kept_samples(runner, output, step.arrays))
+            self._hand_on(step, kept_samples(runner, output, step.arrays, self._stop_rule))
 
     def _begin(self, scheduler_output: SchedulerOutput) -> None:
         if self._unsampled is not None:
@@ -145,25 +178,47 @@ class StepHooks:
             step, self._unsampled = self._unsampled, None
             self._hand_on(step, fewest_sampled(step.arrays))
         self._cache.new_step_starts(step_events(scheduler_output, self._group_index))
+        self._tell_builder(scheduler_output)
+
+    def _tell_builder(self, scheduler_output: SchedulerOutput) -> None:
         started = [
             StartedRequest(new.req_id, prompt_token_ids(new), new.num_computed_tokens)
             for new in scheduler_output.scheduled_new_reqs
         ]
         self._builder.news(started, scheduler_output.finished_req_ids)
 
+    def _save_or_fail(self, runner: Any, hidden_states: torch.Tensor, scheduler_output: SchedulerOutput) -> None:
+        try:
+            self._save(runner, hidden_states, scheduler_output)
+        except StepNotSavedError as error:
+            self._steps_failed += 1
+            self._failed_in_a_row += 1
+            if self._on_error is OnError.RAISE or self._failed_in_a_row > MAX_FAILED_STEPS_IN_A_ROW:
+                raise
+            self._builder.fail_requests(
+                list(scheduler_output.num_scheduled_tokens), f"a step of it was not saved: {error}"
+            )
+
     def _save(self, runner: Any, hidden_states: torch.Tensor, scheduler_output: SchedulerOutput) -> None:
-        arrays = step_arrays(runner, scheduler_output, self._group_index)
+        try:
+            arrays = step_arrays(runner, scheduler_output, self._group_index)
+            outputs = {} if self._stage_outputs is None else self._stage_outputs.take_stage_outputs()
+            outputs = self._layers.added_to(outputs, runner.execute_model_state)
+        except Exception as error:
+            raise StepNotSavedError(f"its outputs could not be taken: {type(error).__name__}: {error}") from error
         self._current.set(arrays)
-        outputs = {} if self._stage_outputs is None else self._stage_outputs.take_stage_outputs()
-        outputs = self._layers.added_to(outputs, runner.execute_model_state)
         may_wait = self._builder.room_for_step()
-        step_id = self._cache.save_outputs(
-            hidden_states,
-            outputs,
-            num_tokens_unpadded=scheduler_output.total_num_scheduled_tokens,
-            num_tokens_padded=hidden_states.shape[0],
-            carry_owed=may_wait,
-        )
+        try:
+            step_id = self._cache.save_outputs(
+                hidden_states,
+                outputs,
+                num_tokens_unpadded=scheduler_output.total_num_scheduled_tokens,
+                num_tokens_padded=hidden_states.shape[0],
+                carry_owed=may_wait,
+            )
+        except _STEP_ERRORS as error:
+            raise StepNotSavedError(f"{type(error).__name__}: {error}") from error
+        self._failed_in_a_row = 0
         saved = _UnsampledStep(step_id, arrays, may_wait)
         if arrays.num_draft_tokens is None:
             self._hand_on(saved, None)
@@ -222,7 +277,13 @@ class RunnerHooksMixin:
 
 
 def adopt_hooks(runner: Any, hooks: StepHooks) -> None:
-    """Let a runner adopt the hooks: its class becomes one made from the mixin and its own. Before the first request."""
+    """Let a runner adopt the hooks: its class becomes one made from the mixin and its own. While no request runs.
+
+    A runner that has hooks already, from a KV cache made before, gets these in their place.
+    """
+    if isinstance(runner, RunnerHooksMixin):
+        runner.omni_core_hooks = hooks
+        return
     own = type(runner)
     runner.__class__ = type(f"OmniCore{own.__name__}", (RunnerHooksMixin, own), {"__doc__": own.__doc__})
     runner.omni_core_hooks = hooks

@@ -15,6 +15,7 @@ import torch
 
 from omni_core.backend.base import DeviceBackend
 from omni_core.backend.registry import backend_for_tensor
+from omni_core.integrations.vllm.accepted_tokens import StopRule
 from omni_core.integrations.vllm.builder import StageBuilder
 from omni_core.integrations.vllm.chosen_layers import ChosenLayers
 from omni_core.integrations.vllm.errors import RowsNotKeptError, StageNotFoundError
@@ -56,6 +57,7 @@ class StageParts:
         device: torch.device,
         group_index: int,
         request_ids_randomised: bool,
+        stop_rule: StopRule,
         runtime: Runtime,
     ) -> None:
         """Make backend, sink, cache, builder and hooks, in this order; a failure closes those already made.
@@ -68,6 +70,7 @@ class StageParts:
             device: where the stage's outputs lie.
             group_index: the KV-cache group that is mirrored.
             request_ids_randomised: whether the engine appends random digits to a client's request id.
+            stop_rule: the scheduler's rule for the end of a request.
             runtime: makes every thread, lock and condition.
 
         Raises:
@@ -108,6 +111,7 @@ class StageParts:
                 on_error=settings.on_error,
                 stage_outputs=stage_outputs_model(model),
                 layers=ChosenLayers(settings.captured_layers),
+                stop_rule=stop_rule,
             )
             undo.pop_all()
 
@@ -211,6 +215,7 @@ class StageSession:
         }
         if self._parts is not None:
             told["off_reason"] = self._parts.hooks.off_reason
+            told["steps_failed"] = self._parts.hooks.steps_failed
             told["sink"] = self.settings.sink
             told["backend"] = self._parts.backend.name
             told["delivery"] = self._parts.builder.report()

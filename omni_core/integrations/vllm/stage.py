@@ -7,6 +7,7 @@ The same for every platform; a platform's worker class calls it and adds nothing
 from __future__ import annotations
 
 import logging
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +21,7 @@ from omni_core.integrations.vllm.versions import (
     attention_group_kinds,
     block_table_block_size,
     engine_lacks,
+    engine_stop_rule,
     engine_version,
     is_output_rank,
     prefix_replay_tokens,
@@ -100,9 +102,9 @@ def open_stage(
             device=runner.device,
             group_index=group_index,
             request_ids_randomised=request_ids_are_randomised(),
+            stop_rule=engine_stop_rule(),
             runtime=ThreadingRuntime(),
         )
-        adopt_hooks(runner, parts.hooks)
         _LOG.info(
             "Omni Core is on: %d blocks of %d tokens, hidden rows of %d bytes, sink %r, backend %r",
             config.num_blocks,
@@ -113,5 +115,11 @@ def open_stage(
         )
     else:
         _LOG.info("Omni Core is off here (%s): %s", decision.rule, decision.reason)
-    tap = install_tap(runner, layers=settings.captured_layers) if settings.tap and not uses_v2_runner else None
-    return StageSession(settings, decision, parts=parts, tap=tap)
+    with ExitStack() as undo:
+        if parts is not None:
+            undo.callback(parts.close, None)
+            adopt_hooks(runner, parts.hooks)
+        tap = install_tap(runner, layers=settings.captured_layers) if settings.tap and not uses_v2_runner else None
+        session = StageSession(settings, decision, parts=parts, tap=tap)
+        undo.pop_all()
+    return session

@@ -62,6 +62,7 @@ def stage_facts(
         is_output_rank=is_output_rank,
         is_pooling=vllm_config.model_config.runner_type == "pooling",
         kv_role=None if transfer is None else transfer.kv_role,
+        kv_connector=None if transfer is None else transfer.kv_connector,
         attention_group_kinds=groups.kinds,
         num_speculative_tokens=0 if speculative is None else speculative.num_speculative_tokens or 0,
         async_scheduling=bool(vllm_config.scheduler_config.async_scheduling),

@@ -89,7 +89,10 @@ FEATURES = {
         expected="refused",
     ),
     "kv_producer": Feature(
-        "KV producer", '`kv_transfer_config`, `kv_role="kv_producer"`', "text_features:kv_producer", exact=False
+        "KV producer whose connector may load",
+        '`kv_transfer_config`, `kv_role="kv_producer"`',
+        "text_features:kv_producer",
+        expected="refused",
     ),
     "kv_consumer": Feature("KV consumer", '`kv_role="kv_consumer"`', "text_features:kv_consumer", expected="refused"),
     "kv_both": Feature("KV consumer and producer", '`kv_role="kv_both"`', "text_features:kv_both", expected="refused"),
