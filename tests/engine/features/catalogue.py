@@ -19,7 +19,7 @@ class Feature:
     scenario: str = ""
     """`module:function`; the function takes a folder and returns an `Outcome`. Empty: another test shows it."""
     expected: str = "right"
-    """`right`, or `refused`."""
+    """`right`, `refused`, or `left alone`."""
     exact: bool = True
     """Whether rows and tokens are also held against a run without prefix caching."""
     shown_by: str = "tests/engine/features"
@@ -57,7 +57,7 @@ FEATURES = {
     "prompt_embeddings": Feature(
         "Prompts given as embeddings", "`enable_prompt_embeds`", "text_features:prompt_embeddings"
     ),
-    "long_prompt": Feature("Prompts of 8,100 tokens", "`max_model_len=8192`", "text_features:long_prompt"),
+    "long_prompt": Feature("Prompts of 8,100 tokens", "`max_model_len=8192`", "text_features:long_prompt", exact=False),
     "block_size_32": Feature("Blocks of 32 tokens", "`block_size=32`", "text_features:block_size(32)"),
     "block_size_64": Feature("Blocks of 64 tokens", "`block_size=64`", "text_features:block_size(64)"),
     "block_size_128": Feature("Blocks of 128 tokens", "`block_size=128`", "text_features:block_size(128)"),
@@ -98,6 +98,21 @@ FEATURES = {
     "kv_both": Feature("KV consumer and producer", '`kv_role="kv_both"`', "text_features:kv_both", expected="refused"),
     "priority_scheduling": Feature(
         "Priority scheduling", '`scheduling_policy="priority"`', "text_features:priority_scheduling", expected="refused"
+    ),
+    "context_parallel": Feature(
+        "Decode context parallel",
+        "`decode_context_parallel_size=2`",
+        "text_features:context_parallel",
+        expected="refused",
+    ),
+    "async_speculation": Feature(
+        "Speculative decoding with asynchronous scheduling",
+        "`speculative_config`, `async_scheduling`",
+        "text_features:async_speculation",
+        expected="refused",
+    ),
+    "pooling": Feature(
+        "Pooling models", '`runner="pooling"`', "text_features:pooling", expected="left alone", exact=False
     ),
     "chosen_layers": Feature(
         "Outputs of chosen layers", "`layers` of Omni Core", exact=False, shown_by="tests/engine/test_chosen_layers.py"

@@ -7,8 +7,11 @@ from dataclasses import dataclass, field
 from feature_engine import FeatureEngine
 from feature_models import VOCAB_SIZE
 from verdict import compare, faults, judge
+from vllm import EngineArgs
 
 from omni_core.integrations.vllm.errors import GateRefusedError
+from omni_core.integrations.vllm.settings import OmniSettings
+from omni_core.integrations.vllm.stage import check_stage
 
 
 class Prompts:
@@ -40,7 +43,7 @@ class Outcome:
     """What one feature's run showed."""
 
     status: str
-    """`right`, `wrong` or `refused`."""
+    """`right`, `wrong`, `refused` or `left alone`."""
     detail: str = ""
     verdict: dict = field(default_factory=dict)
     evidence: dict = field(default_factory=dict)
@@ -85,6 +88,25 @@ def refuse(model, named, **options):
         right = named in str(refusal)
         return Outcome("refused" if right else "wrong", str(refusal))
     return Outcome("wrong", "the engine started")
+
+
+def refuse_configuration(model, named, change, **options):
+    """Ask the gate about a configuration that this machine cannot run, as a worker does before it loads a model.
+
+    Args:
+        model: the model's folder.
+        named: what the refusal must name.
+        change: makes of a configuration for this machine the one in question.
+        options: engine options.
+    """
+    args = EngineArgs(model=model, skip_tokenizer_init=True, enable_prefix_caching=True, **options)
+    config = args.create_engine_config()
+    change(config)
+    try:
+        check_stage(OmniSettings(enabled=True), config, uses_v2_runner=False)
+    except GateRefusedError as refusal:
+        return Outcome("refused" if named in str(refusal) else "wrong", str(refusal))
+    return Outcome("wrong", "the gate let it through")
 
 
 def hits(engine, least=1):

@@ -2,6 +2,7 @@
 """An engine in processes of its own: its rows, flushes and refusals come over `collective_rpc`."""
 
 import pytest
+from results import record_checked
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
@@ -30,6 +31,7 @@ def test_every_row_is_one_this_run_computed_for_that_prefix(checked):
         assert request["equal_to_tap"] == request["rows"], req_id
         assert request["tokens_agree"], req_id
         assert set(request["rows"]) == {HIDDEN, CODES}, req_id
+    record_checked("own_process", checked)
 
 
 def test_the_client_gets_these_rows_bit_for_bit_and_whole(checked, requests):

@@ -2,6 +2,7 @@
 """vLLM's OpenAI server: concurrent streams of which some break off, rows over HTTP or in files, and three ends."""
 
 import pytest
+from results import record_checked
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -33,6 +34,7 @@ def test_every_row_is_one_this_run_computed_for_that_prefix(way):
         assert request["equal_to_tap"] == request["rows"], req_id
         assert request["tokens_agree"], req_id
         assert request["missing"] == [], req_id
+    record_checked("server", way["checked"])
 
 
 def test_clients_that_stay_get_every_token_and_their_requests_every_row(way):

@@ -2,6 +2,7 @@
 """Tensor, pipeline and data parallel engines: one cache where the outputs are, and every row of every request."""
 
 import pytest
+from results import record_checked
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -11,7 +12,7 @@ ONE_OUTPUT_RANK = ("tensor_parallel", "pipeline_parallel")
 
 @pytest.fixture(params=[*ONE_OUTPUT_RANK, "data_parallel"])
 def way(request, run_way):
-    return run_way(request.param)
+    return run_way(request.param) | {"name": request.param}
 
 
 @pytest.fixture(params=ONE_OUTPUT_RANK)
@@ -29,6 +30,7 @@ def test_every_row_is_one_this_run_computed_for_that_prefix(way):
     for req_id, request in checked.items():
         assert request["equal_to_tap"] == request["rows"], req_id
         assert request["tokens_agree"], req_id
+    record_checked(way["name"], checked)
 
 
 def test_the_client_gets_every_request_whole_and_these_rows_bit_for_bit(way):
