@@ -9,6 +9,7 @@ from vllm import LLM, SamplingParams
 from omni_core.integrations.vllm.ledger import UNKNOWN_TOKEN_ID
 from omni_core.integrations.vllm.session import stage_session
 from omni_core.integrations.vllm.stage_client import flush_stage
+from omni_core.sinks.safetensors_files import SafetensorsSink, read_request_file, request_files
 
 WORKER = "omni_core.integrations.vllm.cpu_worker.OmniCpuWorker"
 
@@ -36,8 +37,8 @@ class FeatureEngine:
     """Greedy unless told otherwise. A context manager: the next engine of a process needs this one gone."""
 
     def __init__(self, model: str, *, cache: bool, num_blocks: int = 200, settings=None, **options):
-        omni = {"enabled": cache, "sink": "memory", "on_error": "raise", "tap": True} | (settings or {})
-        omni["sink_options"] = {"keep_aborted": True}
+        omni = {"enabled": cache, "sink": "memory", "on_error": "raise", "tap": True}
+        omni |= {"sink_options": {"keep_aborted": True}} | (settings or {})
         chosen = {
             "dtype": "float32",
             "enforce_eager": True,
@@ -109,6 +110,14 @@ class FeatureEngine:
         flush_stage(self.llm)
         if self.session.cache is not None:
             self.session.cache.flush(20.0)
+
+    def stored(self):
+        """What the sink keeps, by the engine's id: in memory, or read back from its files."""
+        sink = self.session.sink
+        if isinstance(sink, SafetensorsSink):
+            kept = map(read_request_file, request_files(sink.directory))
+            return {stored.req_id: stored for stored in kept}
+        return {req_id: sink.request_by_internal_id(req_id) for req_id in sink.request_ids()}
 
     def internal_ids(self, request_id):
         """Sample index to the engine's id, told from the ids the tap saw."""

@@ -64,13 +64,13 @@ def faults(verdict):
 
 
 def _delivered(engine, counts):
-    tap, sink = engine.session.tap, engine.session.sink
+    tap, kept = engine.session.tap, engine.stored()
     for request_id, request in engine.requests.items():
         internal = engine.internal_ids(request_id)
         counts["requests_not_delivered"] += 0 if internal or request.aborted else 1
         for sample, req_id in internal.items():
-            if req_id in sink.request_ids():
-                yield request, sample, tap.requests[req_id], sink.request_by_internal_id(req_id)
+            if req_id in kept:
+                yield request, sample, tap.requests[req_id], kept[req_id]
             else:
                 counts["requests_not_delivered"] += not request.aborted
 

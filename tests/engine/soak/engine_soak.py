@@ -51,6 +51,11 @@ def draw_round(draw, number, seconds):
         "model": model,
         "model_options": model_options,
         "options": options,
+        "settings": {
+            "sink": draw.choice(["memory", "safetensors"]),
+            "on_slow_sink": draw.choice(["skip", "wait"]),
+            "on_error": draw.choice(["isolate", "raise"]),
+        },
         "mix": {"max_prompt": 300, "max_output": 90, "structured": structured},
         "epoch_requests": 24,
         "seconds": seconds,
@@ -86,6 +91,11 @@ def complaints(outcome):
         f"epoch {index}: {one['blocks_in_use']} blocks in use"
         for index, one in enumerate(states)
         if one["blocks_in_use"]
+    ]
+    found += [
+        f"epoch {index}: {one['partial_files']} partial files"
+        for index, one in enumerate(states)
+        if one["partial_files"]
     ]
     settled = states[len(states) // 3 :]
     for name in ("threads", "files"):
@@ -128,6 +138,7 @@ def main():
             {
                 "model": plan["model"],
                 "options": plan["options"],
+                "settings": plan["settings"],
                 "epochs": len(outcome.get("states", [])),
                 "growth_bytes": growth_bytes(outcome["states"]) if outcome.get("states") else None,
                 **outcome.get("total", {}),

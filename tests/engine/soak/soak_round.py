@@ -23,6 +23,8 @@ from feature_engine import FeatureEngine
 from scenario import Prompts
 from verdict import faults, judge
 
+from omni_core.sinks.safetensors_files import SafetensorsSink, request_files
+
 OMNI_THREADS = "omni-core"
 
 
@@ -105,21 +107,27 @@ def resident_bytes():
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
-def state(engine):
+def state(engine, rows):
     """What must not grow from epoch to epoch."""
     pool = engine.llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
     return {
         "blocks_in_use": pool.num_gpu_blocks - 1 - pool.get_num_free_blocks(),
         "threads": threading.active_count(),
         "files": len(os.listdir("/proc/self/fd")),
+        "partial_files": len(list(rows.glob(".partial-*"))),
         "resident_bytes": resident_bytes(),
     }
 
 
 def forget(engine):
     engine.reset_prefix_cache()
-    for req_id in engine.session.sink.request_ids():
-        engine.session.sink.take(req_id)
+    sink = engine.session.sink
+    if isinstance(sink, SafetensorsSink):
+        for path in request_files(sink.directory):
+            path.unlink()
+    else:
+        for req_id in sink.request_ids():
+            sink.take(req_id)
     engine.session.tap.forget()
     engine.requests.clear()
 
@@ -140,14 +148,17 @@ def run_round(plan, folder):
     total = {"requests": 0, "rows": 0, "rows_from_hits": 0, "steps": 0, "aborts": 0, "resets": 0}
     wrong, states = [], []
     deadline = time.monotonic() + plan["seconds"]
-    with FeatureEngine(model, cache=True, **plan["options"]) as engine:
+    settings = dict(plan["settings"])
+    if settings["sink"] == "safetensors":
+        settings["sink_options"] = {"directory": str(folder / "rows"), "keep_aborted": True}
+    with FeatureEngine(model, cache=True, settings=settings, **plan["options"]) as engine:
         while time.monotonic() < deadline:
             counts = run_epoch(engine, mix, plan["epoch_requests"])
             engine.flush()
             verdict = judge(engine)
             wrong += [f"epoch {len(states)}: {name}: {count}" for name, count in faults(verdict).items()]
             forget(engine)
-            states.append(state(engine))
+            states.append(state(engine, folder / "rows"))
             for name in ("requests", "rows"):
                 total[name] += verdict[name]
             for name, count in counts.items():
