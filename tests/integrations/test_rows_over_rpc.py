@@ -10,6 +10,7 @@ import fake_runner as fake
 import pytest
 import torch
 
+from omni_core.integrations.vllm.async_stage_client import flush_stage_async, stage_reports_async, take_rows_async
 from omni_core.integrations.vllm.errors import (
     FlushTimeoutError,
     IntegrationError,
@@ -27,14 +28,7 @@ from omni_core.integrations.vllm.rows_over_rpc import (
 from omni_core.integrations.vllm.runner_hooks import adopt_hooks
 from omni_core.integrations.vllm.session import StageParts, StageSession
 from omni_core.integrations.vllm.settings import OmniSettings
-from omni_core.integrations.vllm.stage_client import (
-    flush_stage,
-    flush_stage_async,
-    stage_reports,
-    stage_reports_async,
-    take_rows,
-    take_rows_async,
-)
+from omni_core.integrations.vllm.stage_client import flush_stage, stage_reports, take_rows
 from omni_core.prefix_cache.config import HIDDEN_KEY, PrefixCacheConfig
 from omni_core.prefix_cache.gate import GateDecision, GateStatus
 from omni_core.prefix_cache.policy import ModelCachePolicy
