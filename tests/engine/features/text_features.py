@@ -361,7 +361,6 @@ def pooling(folder):
         runner="pooling",
         dtype="float32",
         enforce_eager=True,
-        skip_tokenizer_init=True,
         worker_cls=WORKER,
         additional_config={"omni_core": {"enabled": True}},
     )

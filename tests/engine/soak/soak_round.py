@@ -62,7 +62,8 @@ class Mix:
             sampling = {"num_samples": draw.randrange(2, 5), "temperature": 1.0}
         elif kind < 0.25:
             sampling = {"logprobs": 3}
-        elif kind < 0.3:
+        elif kind < 0.3 and len(self._adapters) == 1:
+            # Not beside adapters: vLLM 0.32 on CPU fails on the two together.
             sampling = {"prompt_logprobs": 1}
         elif kind < 0.35:
             sampling = {"skip_reading_prefix_cache": True}
