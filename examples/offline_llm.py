@@ -40,7 +40,7 @@ def main() -> None:
         max_model_len=512,
         enforce_eager=True,
         worker_cls="omni_core.integrations.vllm.cpu_worker.OmniCpuWorker",
-        additional_config={"omni_core": {"enabled": True, "sink": "memory"}},
+        additional_config={"omni_core": {"enabled": True, "sink": "memory", "on_slow_sink": "wait"}},
     )
     answers = llm.generate(PROMPTS, SamplingParams(temperature=0.0, max_tokens=args.max_tokens))
 

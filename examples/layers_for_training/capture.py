@@ -8,6 +8,7 @@ Every prompt begins with the same text. vLLM computes it once; the training data
 
 import argparse
 import os
+import sys
 
 # Both before vLLM is imported.
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -40,6 +41,7 @@ def capture(model: str, layers: list[int], directory: str, max_tokens: int) -> i
                 "layers": layers,
                 "sink": "safetensors",
                 "sink_options": {"directory": directory},
+                "on_slow_sink": "wait",
             }
         },
     )
@@ -60,9 +62,14 @@ def main() -> None:
 
     skipped = capture(args.model, args.layers, args.rows, args.max_tokens)
     print(f"vLLM skipped {skipped} tokens")
-    for example in training_examples(args.rows, args.layers):
+    whole, incomplete = 0, []
+    for example in training_examples(args.rows, args.layers, incomplete):
+        whole += 1
         shapes = {layer: tuple(rows.shape) for layer, rows in example.layers.items()}
         print(f"request {example.req_id}: {len(example.token_ids)} tokens, layers {shapes}")
+    print(f"{whole} of {len(QUESTIONS)} requests are whole; those that miss rows: {', '.join(incomplete) or 'none'}")
+    if whole < len(QUESTIONS):
+        sys.exit("Not every prompt gave its rows; vLLM's log and the sink's .error.json files say why.")
 
 
 if __name__ == "__main__":

@@ -26,8 +26,15 @@ class TrainingExample:
     """Layer → `(num_tokens, hidden_size)`, in the dtype the engine computed."""
 
 
-def training_examples(directory: str | os.PathLike[str], layers: Sequence[int]) -> Iterator[TrainingExample]:
-    """Every whole request of a safetensors sink's directory; requests that miss a row are left out.
+def training_examples(
+    directory: str | os.PathLike[str], layers: Sequence[int], incomplete: list[str]
+) -> Iterator[TrainingExample]:
+    """Every whole request of a safetensors sink's directory.
+
+    Args:
+        directory: where the sink wrote.
+        layers: the layers each example shall have.
+        incomplete: gets the ids of the requests that are left out because they miss a row.
 
     Raises:
         KeyError: a request was captured without one of the layers.
@@ -38,3 +45,5 @@ def training_examples(directory: str | os.PathLike[str], layers: Sequence[int]) 
         covered = [request.ranges_of(layer_key(layer)) for layer in layers]
         if request.complete and all(ranges == ((0, len(request.token_ids)),) for ranges in covered):
             yield TrainingExample(request.req_id, request.token_ids, request.positions, rows)
+        else:
+            incomplete.append(request.req_id)

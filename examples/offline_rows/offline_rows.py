@@ -35,7 +35,7 @@ def main() -> None:
         max_model_len=512,
         enforce_eager=True,
         worker_cls="omni_core.integrations.vllm.cpu_worker.OmniCpuWorker",
-        additional_config={"omni_core": {"enabled": True, "sink": "memory"}},
+        additional_config={"omni_core": {"enabled": True, "sink": "memory", "on_slow_sink": "wait"}},
     )
     for answer in llm.generate(PROMPTS, SamplingParams(n=2, temperature=1.0, max_tokens=args.max_tokens)):
         for request in take_rows(llm, answer.request_id):

@@ -40,6 +40,10 @@ class RowsGapError(SinkError):
     """A request ended with positions that were neither delivered nor declared missing."""
 
 
+class SinkFullError(SinkError):
+    """Requests that have not ended would hold more bytes than the sink may; the request that came last is dropped."""
+
+
 class RequestEndedError(SinkError):
     """Rows came for a request that had ended."""
 

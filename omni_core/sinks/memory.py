@@ -11,39 +11,57 @@ from omni_core.sinks.errors import (
     AmbiguousRequestError,
     RequestNotEndedError,
     SinkClosedError,
+    SinkFullError,
     UnknownRequestError,
 )
 from omni_core.sinks.options import checked_bool, checked_count
 from omni_core.sinks.request_index import RequestIndex, RequestNames
-from omni_core.sinks.rows import RequestJoiner, StoredRequest
+from omni_core.sinks.rows import DEFAULT_MAX_OPEN_BYTES, RequestJoiner, StoredRequest
 
 _MAX_IDS_IN_MESSAGE = 20
 
 
 class MemorySink(StageSink):
-    """Ended requests, newest last; the oldest are dropped above `max_requests`.
+    """Ended requests, newest last; the oldest are dropped above `max_requests` or `max_bytes`.
+
+    Requests that have not ended count towards `max_bytes`, too, as `RequestJoiner` counts them. Ended ones make room
+    for them. Where that does not help, the request whose rows come next is dropped: `accept` raises `SinkFullError`.
 
     `accept`, `finish` and `close` belong to the feeder thread. Every other method may be called from any thread and
     waits only for a short lock, never for a copy.
     """
 
-    def __init__(self, *, max_requests: int = 1024, keep_aborted: bool = False, runtime: Runtime | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        max_requests: int = 1024,
+        max_bytes: int = DEFAULT_MAX_OPEN_BYTES,
+        keep_aborted: bool = False,
+        runtime: Runtime | None = None,
+    ) -> None:
         """Make an empty sink.
 
         Args:
-            max_requests: most ended requests kept; the oldest is dropped first. Their rows are the memory it costs.
+            max_requests: most ended requests kept; the oldest is dropped first.
+            max_bytes: most bytes of all requests together, ended or not. While a request ends, its rows lie in memory
+                once more than is counted.
             keep_aborted: whether the rows of an aborted request are kept. By default they are dropped.
             runtime: where the lock comes from; `None` is `ThreadingRuntime()`.
 
         Raises:
-            InvalidSinkOptionError: an option is of another type, or `max_requests` is below 1.
+            InvalidSinkOptionError: an option is of another type, or a bound is below 1.
         """
         self._max_requests = checked_count("memory", "max_requests", max_requests)
+        self._max_bytes = checked_count("memory", "max_bytes", max_bytes)
         self._keep_aborted = checked_bool("memory", "keep_aborted", keep_aborted)
-        self._joiner = RequestJoiner()
+        self._joiner = RequestJoiner(
+            max_open_bytes=self._max_bytes, limit_name="max_bytes", make_room=self._drop_ended_for
+        )
         self._lock = (runtime or ThreadingRuntime()).lock("memory-sink")
         self._index: RequestIndex[RequestKey] = RequestIndex()
         self._stored: dict[RequestKey, StoredRequest] = {}
+        self._stored_nbytes: dict[RequestKey, int] = {}
+        self._ended_bytes = 0
         self._without_rows: dict[RequestKey, str] = {}
         self._running: set[RequestKey] = set()
         self._closed = False
@@ -53,6 +71,9 @@ class MemorySink(StageSink):
             raise SinkClosedError(f"memory sink: rows of request {delivery.req_id!r} came after close()")
         try:
             self._joiner.add(delivery)
+        except SinkFullError as error:
+            self._note(delivery, f"the sink was full: {error}")
+            raise
         except Exception as error:
             self._note(delivery, f"its rows do not fit together: {error}")
             raise
@@ -82,6 +103,12 @@ class MemorySink(StageSink):
             for key in self._running:
                 self._index.discard(key)
             self._running.clear()
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of all requests, ended or not: what `max_bytes` bounds."""
+        with self._lock:
+            return self._ended_bytes + self._joiner.open_bytes
 
     def request(self, request_id: str) -> StoredRequest:
         """The one request behind an id: the engine's internal one, or the client's.
@@ -127,7 +154,8 @@ class MemorySink(StageSink):
         stored = self.request(request_id)
         with self._lock:
             key = (stored.req_id, stored.use)
-            if self._stored.pop(key, None) is not None:
+            if key in self._stored:
+                self._pop(key)
                 self._index.discard(key)
         return stored
 
@@ -146,7 +174,7 @@ class MemorySink(StageSink):
                 raise self._no_rows(request_id, running or found)
             for key in kept:
                 self._index.discard(key)
-            return tuple(self._stored.pop(key) for key in kept)
+            return tuple(self._pop(key) for key in kept)
 
     def request_ids(self) -> tuple[str, ...]:
         """Internal ids of the stored requests, in the order they ended."""
@@ -160,15 +188,30 @@ class MemorySink(StageSink):
         return collected.join()
 
     def _store(self, end: SinkRequestEnd, stored: StoredRequest) -> None:
+        nbytes = stored.nbytes
         with self._lock:
             self._running.discard(end.key)
             self._without_rows.pop(end.key, None)
             self._index.add(end.key, _names_of(end))
             self._stored[end.key] = stored
+            self._stored_nbytes[end.key] = nbytes
+            self._ended_bytes += nbytes
             if len(self._stored) > self._max_requests:
-                oldest = next(iter(self._stored))
-                del self._stored[oldest]
-                self._remember(oldest, f"it was dropped for newer ones, max_requests={self._max_requests}")
+                self._drop_oldest(f"max_requests={self._max_requests}")
+
+    def _drop_ended_for(self, open_bytes: int) -> None:
+        with self._lock:
+            while self._stored and self._ended_bytes + open_bytes > self._max_bytes:
+                self._drop_oldest(f"max_bytes={self._max_bytes}")
+
+    def _drop_oldest(self, limit: str) -> None:
+        oldest = next(iter(self._stored))
+        self._pop(oldest)
+        self._remember(oldest, f"it was dropped for newer ones, {limit}")
+
+    def _pop(self, key: RequestKey) -> StoredRequest:
+        self._ended_bytes -= self._stored_nbytes.pop(key)
+        return self._stored.pop(key)
 
     def _note(self, of: SinkDelivery | SinkRequestEnd, reason: str) -> None:
         with self._lock:

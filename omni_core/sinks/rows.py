@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -21,8 +21,13 @@ from omni_core.sinks.errors import (
     RequestEndedError,
     RowsGapError,
     RowsMismatchError,
+    SinkFullError,
     UnknownRequestError,
 )
+from omni_core.sinks.sizes import delivery_nbytes, leftover_nbytes, rows_nbytes
+
+DEFAULT_MAX_OPEN_BYTES = 4 << 30
+"""What requests that have not ended may hold if nobody says otherwise: 4 GiB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +64,11 @@ class StoredRequest:
     def num_rows(self) -> int:
         """How many positions are kept."""
         return sum(stop - start for start, stop in self.ranges)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the rows, the token ids and the leftovers, the objects of these included."""
+        return rows_nbytes(self.rows) + self.token_ids.nbytes + leftover_nbytes(self.leftovers)
 
     @property
     def positions(self) -> npt.NDArray[np.int64]:
@@ -150,11 +160,15 @@ class _Collector:
         self._chunks: list[_Chunk] = []
         self._specs: dict[str, tuple[torch.Size, torch.dtype]] = {}
         self._leftovers: dict[str, list[Any]] = {}
+        self.nbytes = 0
 
-    def add(self, delivery: SinkDelivery) -> None:
+    def places_for(self, delivery: SinkDelivery) -> Sequence[int]:
+        """Where each range of a delivery belongs, if it fits with what came before."""
         self._check_counts(delivery)
         self._check_specs(delivery)
-        places = [self._place_of(span, delivery.step_id) for span in delivery.ranges]
+        return [self._place_of(span, delivery.step_id) for span in delivery.ranges]
+
+    def add(self, delivery: SinkDelivery, places: Sequence[int], nbytes: int) -> None:
         kept = {key: copy_of(rows) for key, rows in delivery.rows.items()}
         token_ids = np.array(delivery.token_ids, dtype=np.int64)
         at = 0
@@ -168,6 +182,7 @@ class _Collector:
             self._specs.setdefault(key, (rows.shape[1:], rows.dtype))
         for key, value in delivery.leftovers.items():
             self._leftovers.setdefault(key, []).append(deep_copy_of(value))
+        self.nbytes += nbytes
 
     def _check_counts(self, delivery: SinkDelivery) -> None:
         where = f"request {self._req_id!r}, step {delivery.step_id}"
@@ -243,17 +258,43 @@ class _Collector:
 
 
 class RequestJoiner:
-    """Collects deliveries of many requests. One thread only (the feeder); blocks on nothing.
+    """Collects deliveries of many requests, in bounded memory. One thread only (the feeder); blocks on nothing.
+
+    Of a request that has not ended its rows, token ids and leftovers are counted, and what their objects cost
+    (`sizes.delivery_nbytes`).
 
     After an error of `add` or `finish` the request's rows are gone and its later rows are refused: the feeder sends no
     more of a request whose delivery raised, so nothing else would free them. An id used again is another request.
     """
 
-    def __init__(self, max_ended_ids: int = 65536) -> None:
-        """`max_ended_ids`: how many ended requests are remembered to refuse rows that come after the end."""
+    def __init__(
+        self,
+        max_ended_ids: int = 65536,
+        *,
+        max_open_bytes: int = DEFAULT_MAX_OPEN_BYTES,
+        limit_name: str = "max_open_bytes",
+        make_room: Callable[[int], None] = lambda open_bytes: None,
+    ) -> None:
+        """Start without any request.
+
+        Args:
+            max_ended_ids: how many ended requests are remembered to refuse rows that come after the end.
+            max_open_bytes: most bytes that requests which have not ended may hold together.
+            limit_name: what the sink's user calls `max_open_bytes`; for errors.
+            make_room: called before a delivery is copied, with the bytes that open requests will then hold.
+        """
         self._max_ended_ids = max_ended_ids
+        self._max_open_bytes = max_open_bytes
+        self._limit_name = limit_name
+        self._make_room = make_room
+        self._open_bytes = 0
         self._collectors: dict[RequestKey, _Collector] = {}
         self._ended: dict[RequestKey, None] = {}
+
+    @property
+    def open_bytes(self) -> int:
+        """Bytes that requests which have not ended hold. Any thread."""
+        return self._open_bytes
 
     def add(self, delivery: SinkDelivery) -> None:
         """Copy one delivery's rows.
@@ -261,6 +302,7 @@ class RequestJoiner:
         Raises:
             RowsMismatchError: row counts, widths or dtypes disagree.
             DuplicateRowsError: a position came before.
+            SinkFullError: open requests would hold more than `max_open_bytes`.
             RequestEndedError: the request has ended, or an earlier delivery of it raised.
         """
         if delivery.key in self._ended:
@@ -269,10 +311,14 @@ class RequestJoiner:
             )
         collector = self._collectors.setdefault(delivery.key, _Collector(delivery.req_id))
         try:
-            collector.add(delivery)
+            places = collector.places_for(delivery)
+            nbytes = delivery_nbytes(delivery)
+            self._admit(delivery, nbytes)
+            collector.add(delivery, places, nbytes)
         except Exception:
             self._forget(delivery.key)
             raise
+        self._open_bytes += nbytes
 
     def finish(self, end: SinkRequestEnd) -> CollectedRequest:
         """Everything that came for a request, which ends here. One without any rows gives an empty collection.
@@ -291,9 +337,22 @@ class RequestJoiner:
     def clear(self) -> None:
         """Drop every request that has not ended."""
         self._collectors.clear()
+        self._open_bytes = 0
+
+    def _admit(self, delivery: SinkDelivery, nbytes: int) -> None:
+        open_bytes = self._open_bytes + nbytes
+        if open_bytes > self._max_open_bytes:
+            raise SinkFullError(
+                f"request {delivery.req_id!r}, step {delivery.step_id}: its next {nbytes} bytes would bring what "
+                f"requests that have not ended hold to {open_bytes}, above {self._limit_name}={self._max_open_bytes}; "
+                f"all its rows are dropped. Raise {self._limit_name}, or let fewer requests run at once"
+            )
+        self._make_room(open_bytes)
 
     def _forget(self, key: RequestKey) -> None:
-        self._collectors.pop(key, None)
+        collector = self._collectors.pop(key, None)
+        if collector is not None:
+            self._open_bytes -= collector.nbytes
         self._ended[key] = None
         while len(self._ended) > self._max_ended_ids:
             del self._ended[next(iter(self._ended))]

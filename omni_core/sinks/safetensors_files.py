@@ -21,7 +21,7 @@ from omni_core.sinks.file_names import (
     RESULT_SUFFIX,
     request_file_stem,
 )
-from omni_core.sinks.options import checked_bool, checked_path
+from omni_core.sinks.options import checked_bool, checked_count, checked_path
 from omni_core.sinks.request_content import (
     FORMAT_NAME,
     FORMAT_VERSION,
@@ -32,7 +32,7 @@ from omni_core.sinks.request_content import (
     tensors_of,
 )
 from omni_core.sinks.request_index import RequestIndex, RequestNames
-from omni_core.sinks.rows import RequestJoiner, StoredRequest
+from omni_core.sinks.rows import DEFAULT_MAX_OPEN_BYTES, RequestJoiner, StoredRequest
 from omni_core.sinks.safetensors_format import write_safetensors
 
 _FILE_MODE = 0o600
@@ -42,10 +42,13 @@ _DIRECTORY_MODE = 0o700
 class SafetensorsSink(StageSink):
     """One file per ended request: `hidden_states`, every further key, `token_ids`, and metadata.
 
-    Rows wait in memory until their request ends; then the file is written beside its final name, forced to the disk
-    and renamed, so a reader sees a whole file or none. A file of a crashed run starts with `.partial-` and is never
-    taken for a result. Files are for their owner only (0600). All methods belong to the feeder thread and block on
-    the file system. `index.jsonl` says which file holds the request of which client.
+    Rows wait in memory until their request ends, at most `max_open_bytes` as `RequestJoiner` counts them. The request
+    whose rows would exceed that is dropped: `accept` raises `SinkFullError`.
+
+    Then the file is written beside its final name, forced to the disk and renamed, so a reader sees a whole file or
+    none. A file of a crashed run starts with `.partial-` and is never taken for a result. Files are for their owner
+    only (0600). All methods belong to the feeder thread and block on the file system. `index.jsonl` says which file
+    holds the request of which client.
 
     What is written: a finished or flushed request; one with missing rows says `complete: false` and which; an aborted
     one only with `keep_aborted`; a failed one leaves its error in `….error.json` and no rows. Outputs without a row
@@ -53,7 +56,12 @@ class SafetensorsSink(StageSink):
     """
 
     def __init__(
-        self, directory: str | os.PathLike[str], *, overwrite: bool = False, keep_aborted: bool = False
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        overwrite: bool = False,
+        keep_aborted: bool = False,
+        max_open_bytes: int = DEFAULT_MAX_OPEN_BYTES,
     ) -> None:
         """Make the directory if there is none (0700).
 
@@ -62,16 +70,18 @@ class SafetensorsSink(StageSink):
             overwrite: whether a file of the same request id may be replaced. By default it stays and the request's
                 end raises `FileExistsError`.
             keep_aborted: whether an aborted request is written with what came before.
+            max_open_bytes: most bytes that requests which have not ended may hold together.
 
         Raises:
-            InvalidSinkOptionError: an option is of another type, or the directory is empty text.
+            InvalidSinkOptionError: an option is of another type, `max_open_bytes` is below 1, or the directory is empty
+                text.
             OSError: the directory cannot be made, or is something else.
         """
         self._directory = Path(checked_path("safetensors", "directory", directory)).absolute()
         self._overwrite = checked_bool("safetensors", "overwrite", overwrite)
         self._keep_aborted = checked_bool("safetensors", "keep_aborted", keep_aborted)
         self._index = FileIndex(self._directory)
-        self._joiner = RequestJoiner()
+        self._joiner = RequestJoiner(max_open_bytes=checked_count("safetensors", "max_open_bytes", max_open_bytes))
         self._closed = False
         self._directory.mkdir(mode=_DIRECTORY_MODE, parents=True, exist_ok=True)
 
@@ -79,6 +89,11 @@ class SafetensorsSink(StageSink):
     def directory(self) -> Path:
         """Where the files lie."""
         return self._directory
+
+    @property
+    def open_bytes(self) -> int:
+        """Bytes that requests which have not ended hold: what `max_open_bytes` bounds. Any thread."""
+        return self._joiner.open_bytes
 
     def accept(self, delivery: SinkDelivery) -> None:
         if self._closed:

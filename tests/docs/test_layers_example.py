@@ -40,14 +40,16 @@ def write_requests(directory, requests):
     sink.close()
 
 
-def test_the_reader_gives_tokens_positions_and_layers_of_whole_requests_only(reader, tmp_path):
+def test_the_reader_gives_tokens_positions_and_layers_of_whole_requests_and_names_the_others(reader, tmp_path):
     first = torch.arange(6.0).view(3, 2)
     rows = {"hidden_states.layer_0": first, "hidden_states.layer_2": first + 1}
     write_requests(
         tmp_path,
         {"whole": (RequestEnd.FINISHED, (), rows), "cut": (RequestEnd.FINISHED, ((3, 4),), rows)},
     )
-    (example,) = reader.training_examples(tmp_path, [2, 0])
+    incomplete = []
+    (example,) = reader.training_examples(tmp_path, [2, 0], incomplete)
+    assert incomplete == ["cut"]
     assert example.req_id == "whole"
     assert example.token_ids.tolist() == [40, 41, 42]
     assert example.positions.tolist() == [0, 1, 2]
@@ -55,7 +57,7 @@ def test_the_reader_gives_tokens_positions_and_layers_of_whole_requests_only(rea
     assert torch.equal(example.layers[2], first + 1)
 
 
-def test_the_reader_leaves_out_a_request_one_of_whose_layers_misses_a_row(reader, tmp_path):
+def test_the_reader_leaves_out_and_names_a_request_one_of_whose_layers_misses_a_row(reader, tmp_path):
     sink = SafetensorsSink(tmp_path)
     row = torch.ones(1, 2)
     sink.accept(SinkDelivery("a", None, 1, ((0, 1),), {"hidden_states.layer_0": row}, np.array([5])))
@@ -63,15 +65,19 @@ def test_the_reader_leaves_out_a_request_one_of_whose_layers_misses_a_row(reader
     sink.accept(SinkDelivery("a", None, 2, ((1, 2),), both, np.array([6])))
     sink.finish(SinkRequestEnd("a", None, RequestEnd.FINISHED))
     sink.close()
-    assert list(reader.training_examples(tmp_path, [0, 1])) == []
-    assert len(list(reader.training_examples(tmp_path, [0]))) == 1
+    incomplete = []
+    assert list(reader.training_examples(tmp_path, [0, 1], incomplete)) == []
+    assert incomplete == ["a"]
+    incomplete = []
+    assert len(list(reader.training_examples(tmp_path, [0], incomplete))) == 1
+    assert incomplete == []
 
 
 def test_the_reader_names_a_layer_that_was_not_captured(reader, tmp_path):
     rows = {"hidden_states.layer_0": torch.ones(1, 2)}
     write_requests(tmp_path, {"a": (RequestEnd.FINISHED, (), rows)})
     with pytest.raises(KeyError, match=r"hidden_states\.layer_3"):
-        list(reader.training_examples(tmp_path, [3]))
+        list(reader.training_examples(tmp_path, [3], []))
 
 
 @pytest.mark.engine
@@ -104,3 +110,4 @@ def test_the_example_captures_every_row_of_every_prompt(tmp_path):
         assert tokens > 150
     (skipped,) = (int(line.split()[2]) for line in told if line.startswith("vLLM skipped "))
     assert skipped >= 3 * 128, "three of four prompts hit the text they share"
+    assert "4 of 4 requests are whole; those that miss rows: none" in told

@@ -14,6 +14,8 @@ from omni_core.prefix_cache.config import HIDDEN_KEY
 from omni_core.prefix_cache.errors import HitRowsAbsentError
 from omni_core.runtime import ThreadingRuntime
 from omni_core.sinks.base import RequestEnd
+from omni_core.sinks.errors import UnknownRequestError
+from omni_core.sinks.memory import MemorySink
 
 FULL_WITH_ONE_STEP_BYTES = 1
 
@@ -259,3 +261,57 @@ def test_a_builder_stuck_in_the_cache_is_waited_for_once_and_what_waits_for_it_i
         builder.flush(BOUND_S)
     assert sink.of("a")[-1][2] is RequestEnd.FAILED
     assert sink.kinds_of("later") == ["rows", "end"]
+
+
+def test_what_waits_for_a_stuck_builder_is_bounded_in_tokens_too(sink):
+    cache = StuckCache()
+    options = {"max_open_steps": 1, "room_timeout_s": AT_ONCE_S, "max_waiting_tokens": 10_000}
+    with running(cache, sink, **options) as builder:
+        builder.news([StartedRequest("a", [0], 0)], [])
+        deliver(builder, step(0, a=(0, [0])))
+        assert cache.entered.wait(BOUND_S)
+        for number in range(1, 10):
+            builder.give_up(step(number, a=(1000 * number, [5] * 1000)))
+        builder.news([StartedRequest("b", [7] * 1000, 0)], [])
+        assert builder.report()["overruns"] == 0
+        assert builder.report()["entries_waiting"] == 11
+        builder.give_up(step(10, a=(10_000, [5])))
+        report = builder.report()
+        assert report["overruns"] == 1
+        assert report["entries_waiting"] == 3  # the step the cache is stuck in, the failure of all, the last entry
+        cache.gate.set()
+        builder.flush(BOUND_S)
+        assert "fell 10000 tokens behind" in builder.report()["failures"]["a"]
+        assert builder.report()["requests_open"] == 0
+        builder.news([StartedRequest("later", [7], 0)], [])
+        deliver(builder, step(11, later=(0, [7])))
+        builder.flush(BOUND_S)
+    assert sink.of("a")[-1][2] is RequestEnd.FAILED
+    assert sink.kinds_of("later") == ["rows", "end"]
+
+
+def test_tokens_that_no_longer_wait_for_the_builder_are_not_counted(sink):
+    with running(EndlessCache(), sink, max_waiting_tokens=100) as builder:
+        for number in range(50):
+            builder.news([StartedRequest(f"r{number}", [7] * 60, 0)], [f"r{number - 1}"])
+            builder.give_up(step(number, **{f"r{number}": (0, [7] * 39)}))
+            builder.flush(BOUND_S, still_running=None)
+        assert builder.report()["overruns"] == 0
+
+
+def test_a_full_sink_costs_the_request_that_finds_no_room_and_names_it():
+    sink = MemorySink(max_bytes=10_000)
+    with running(EndlessCache(), sink, whole_prefix=False) as builder:
+        builder.news([StartedRequest("long", None, 0), StartedRequest("short", None, 0)], [])
+        for number in range(10):
+            deliver(builder, step(number, long=(number, [5])))
+            builder.flush(BOUND_S, still_running=None)
+        deliver(builder, step(10, short=(10, [6])))
+        builder.news([], ["long", "short"])
+        builder.flush(BOUND_S)
+        report = builder.report()
+    assert "above max_bytes=10000; all its rows are dropped" in report["sink_errors"]["long"]
+    assert list(report["sink_errors"]) == ["long"]
+    assert sink.request("short").positions.tolist() == [10]
+    with pytest.raises(UnknownRequestError, match="'long' has no rows: the sink was full"):
+        sink.request("long")

@@ -30,12 +30,15 @@ __all__ = ["BuiltStep", "StageBuilder", "StartedRequest", "StepSource"]
 _LOG = logging.getLogger(__name__)
 
 DEFAULT_MAX_WAITING_ENTRIES = 65536
+DEFAULT_MAX_WAITING_TOKENS = 8 << 20
+"""Of each token there wait two 8-byte numbers of its step, or an element of its prompt's list."""
 
 
 @dataclass(frozen=True, slots=True)
 class _News:
     started: tuple[StartedRequest, ...]
     ended: tuple[str, ...]
+    num_prompt_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +77,7 @@ class StageBuilder:
     `news`, `room_for_step`, `submit` and `give_up` belong to the engine thread and never wait for the sink; only
     `room_for_step` waits at all, as described there. `flush`, `fail_open_requests`, `close` and `report` may be called
     from any thread. Whatever the cache or the sink does, what waits here is bounded: the builder's queue by
-    `max_waiting_entries`, the sink's by `sink_queue_bytes`.
+    `max_waiting_entries` and `max_waiting_tokens`, the sink's by `sink_queue_bytes`.
     """
 
     def __init__(
@@ -92,6 +95,7 @@ class StageBuilder:
         bind_thread: Callable[[], None] = lambda: None,
         ids_repeat: bool = False,
         max_waiting_entries: int = DEFAULT_MAX_WAITING_ENTRIES,
+        max_waiting_tokens: int = DEFAULT_MAX_WAITING_TOKENS,
     ) -> None:
         """Start the threads.
 
@@ -110,6 +114,8 @@ class StageBuilder:
             ids_repeat: whether two requests may have one internal id, one after the other.
             max_waiting_entries: news and steps that may wait for the builder. More means that the cache is stuck: then
                 every open request fails.
+            max_waiting_tokens: with that many tokens of new prompts and of steps given up waiting for the builder, a
+                further entry means the same. Submitted steps do not count: `max_open_steps` bounds them.
         """
         self._runtime = runtime
         self._max_open_steps = max_open_steps
@@ -117,6 +123,7 @@ class StageBuilder:
         self._bind_thread = bind_thread
         self._on_slow_sink = on_slow_sink
         self._max_waiting_entries = max_waiting_entries
+        self._max_waiting_tokens = max_waiting_tokens
         self._log = DeliveryLog(runtime)
         self._feeder = SinkFeeder(sink, self._log, runtime=runtime, max_queue_bytes=sink_queue_bytes)
         self._assembler = DeliveryAssembler(
@@ -130,6 +137,7 @@ class StageBuilder:
         self._lock = runtime.lock("builder")
         self._changed = runtime.condition(self._lock, "builder-changed")
         self._queue: deque[_Item] = deque()
+        self._waiting_tokens = 0
         self._open_steps = 0
         self._items_queued = 0
         self._items_done = 0
@@ -146,7 +154,9 @@ class StageBuilder:
     def news(self, started: Sequence[StartedRequest], ended: Collection[str]) -> None:
         """What the next step's scheduler output says. Ends take effect after every step submitted before."""
         if started or ended:
-            self._enqueue(_News(tuple(started), tuple(ended)))
+            prompts = (one.prompt_token_ids for one in started)
+            num_prompt_tokens = sum(len(prompt) for prompt in prompts if prompt is not None)
+            self._enqueue(_News(tuple(started), tuple(ended), num_prompt_tokens))
 
     def room_for_step(self) -> bool:
         """Whether a further step may be submitted; asked before the step is saved. If not, it is to be given up.
@@ -274,27 +284,39 @@ class StageBuilder:
         with self._lock:
             if self._closing:
                 return
-            overrun = len(self._queue) >= self._max_waiting_entries
-            if overrun:
-                self._drop_waiting()
+            overrun = self._overrun()
+            if overrun is not None:
+                self._drop_waiting(overrun)
             self._append(item)
-        if overrun:
+        if overrun is not None:
             self._log.count(Count.OVERRUNS)
-            self._log.stage_failed(_overrun_text(self._max_waiting_entries))
+            self._log.stage_failed(overrun)
+
+    def _overrun(self) -> str | None:
+        """Why nothing more may wait for the builder, if so."""
+        if len(self._queue) >= self._max_waiting_entries:
+            behind = f"{len(self._queue)} entries"
+        elif self._waiting_tokens >= self._max_waiting_tokens:
+            behind = f"{self._waiting_tokens} tokens"
+        else:
+            return None
+        return f"the builder fell {behind} behind, so the requests then open cannot be served"
 
     def _append(self, item: _Item) -> None:
         self._queue.append(item)
         self._items_queued += 1
+        self._waiting_tokens += _num_waiting_tokens(item)
         if isinstance(item, _Step):
             self._open_steps += 1
         self._changed.notify_all()
 
-    def _drop_waiting(self) -> None:
+    def _drop_waiting(self, reason: str) -> None:
         """Keep the open steps, which the cache must be told of; everything else becomes one failure of all."""
         before = len(self._queue)
         self._queue = deque(item for item in self._queue if isinstance(item, _Step))
         self._items_done += before - len(self._queue)
-        self._append(_FailOpenRequests(_overrun_text(self._max_waiting_entries)))
+        self._waiting_tokens = 0
+        self._append(_FailOpenRequests(reason))
 
     def _run(self) -> None:
         try:
@@ -307,6 +329,7 @@ class StageBuilder:
                 if not self._queue:
                     break
                 item = self._queue.popleft()
+                self._waiting_tokens -= _num_waiting_tokens(item)
                 self._busy_with = _describe(item)
             try:
                 self._process(item)
@@ -343,8 +366,15 @@ class StageBuilder:
                 self._assembler.fail_requests(req_ids, reason)
 
 
-def _overrun_text(max_waiting_entries: int) -> str:
-    return f"the builder fell {max_waiting_entries} entries behind, so the requests then open cannot be served"
+def _num_waiting_tokens(item: _Item) -> int:
+    """Tokens an entry keeps in memory; none for one that is bounded by its number."""
+    match item:
+        case _News():
+            return item.num_prompt_tokens
+        case _StepGivenUp(step):
+            return len(step.token_ids)
+        case _:
+            return 0
 
 
 def _describe(item: _Item) -> str:

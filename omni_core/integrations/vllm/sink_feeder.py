@@ -9,19 +9,14 @@ whatever its size, so a delivery bigger than the whole queue passes too. What ca
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
-
-import numpy as np
-import torch
 
 from omni_core.integrations.vllm.delivery_log import Count, DeliveryLog, error_text
 from omni_core.runtime import Runtime
 from omni_core.sinks.base import RequestKey, SinkDelivery, SinkRequestEnd, StageSink
+from omni_core.sinks.sizes import ENTRY_BYTES, delivery_nbytes
 
-_ENTRY_BYTES = 1024
-"""What a delivery or an end costs beside its rows, so that a queue of empty ones is bounded too."""
 _MAX_ROWLESS_ENDS = 1024
 """Most last words on requests without a row that wait for the sink. There may be more such requests than any queue
 holds; of requests with rows there are no more than their rows found room for."""
@@ -78,11 +73,11 @@ class SinkFeeder:
 
     def feed(self, step: FedStep) -> None:
         """Queue a step's deliveries, in order. Never blocks."""
-        self._append(_Entry(step, sum(map(_delivery_nbytes, step.deliveries))))
+        self._append(_Entry(step, sum(map(delivery_nbytes, step.deliveries))))
 
     def end(self, end: SinkRequestEnd) -> None:
         """Queue the last word on a request of which rows were fed. Never blocks; as many as requests with rows."""
-        self._append(_Entry(end, _ENTRY_BYTES))
+        self._append(_Entry(end, ENTRY_BYTES))
 
     def end_rowless(self, end: SinkRequestEnd) -> None:
         """Queue the last word on a request of which no row was fed; dropped and counted if too many wait."""
@@ -216,18 +211,3 @@ class SinkFeeder:
             self._busy_with = None
             self._calls_returned += 1
         return True
-
-
-def _delivery_nbytes(delivery: SinkDelivery) -> int:
-    rows = sum(tensor.nbytes for tensor in delivery.rows.values())
-    return _ENTRY_BYTES + rows + delivery.token_ids.nbytes + _nested_nbytes(delivery.leftovers)
-
-
-def _nested_nbytes(value: Any) -> int:
-    if isinstance(value, torch.Tensor | np.ndarray):
-        return int(value.nbytes)
-    if isinstance(value, Mapping):
-        return sum(map(_nested_nbytes, value.values()))
-    if isinstance(value, list | tuple):
-        return sum(map(_nested_nbytes, value))
-    return 0

@@ -141,7 +141,7 @@ def _engine(job: DemoJob, prompts: Sequence[TokenPrompt]) -> Any:
     on = job.phase is Phase.CACHE_ON
     stage: dict[str, Any] = {"enabled": on, "tap": True}
     if on:
-        stage |= {"sink": "safetensors", "sink_options": {"directory": job.rows_directory}}
+        stage |= {"sink": "safetensors", "sink_options": {"directory": job.rows_directory}, "on_slow_sink": "wait"}
     return LLM(
         model=job.model,
         dtype=job.dtype,
