@@ -18,6 +18,7 @@ HERE = Path(__file__).parent
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1200)]
 
+MODULES = os.pathsep.join(filter(None, (str(HERE.parent), str(HERE), os.environ.get("PYTHONPATH"))))
 HERE_SHOWN = [name for name, feature in FEATURES.items() if feature.scenario]
 
 
@@ -31,7 +32,7 @@ def test_rows_are_right_under_this_feature_or_it_is_refused_by_name(name, tmp_pa
         timeout=1100,
         check=False,
         # vLLM warns a lot of its own.
-        env=os.environ | {"PYTHONWARNINGS": "default", "PYTHONPATH": os.pathsep.join([str(HERE.parent), str(HERE)])},
+        env=os.environ | {"PYTHONWARNINGS": "default", "PYTHONPATH": MODULES},
     )
     assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-6000:]
     outcome = json.loads(result.read_text())
