@@ -43,6 +43,11 @@ FEATURES = {
     "speculation_and_preemption": Feature(
         "Preemption with drafts in flight", "`speculative_config`", "text_features:speculation_and_preemption"
     ),
+    "speculation_and_ends": Feature(
+        "Ends inside accepted drafts: stop token, repetition, length",
+        "`stop_token_ids`, `repetition_detection`, `max_tokens`",
+        "text_features:speculation_and_ends",
+    ),
     "parallel_sampling": Feature("Parallel sampling", "`n=4`", "text_features:parallel_sampling"),
     "lora": Feature("LoRA, two adapters and none on one prompt", "`enable_lora`", "text_features:lora"),
     "cache_salt": Feature("Cache salts", "`cache_salt`", "text_features:cache_salt"),

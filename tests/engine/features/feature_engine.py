@@ -55,7 +55,7 @@ class FeatureEngine:
         self.session = stage_session(self.llm)
         self.requests: dict[str, ClientRequest] = {}
         self.num_preemptions = 0
-        self.num_drafts = self.num_drafts_accepted = 0
+        self.num_drafts = self.num_drafts_accepted = self.num_sampled = 0
         self._watch(self.llm.llm_engine.model_executor.driver_worker.worker)
 
     def __enter__(self):
@@ -119,6 +119,12 @@ class FeatureEngine:
             return {stored.req_id: stored for stored in kept}
         return {req_id: sink.request_by_internal_id(req_id) for req_id in sink.request_ids()}
 
+    @property
+    def num_accepted_behind_the_end(self):
+        """Tokens the sampler gave, drafts among them, that the engine did not keep."""
+        kept = sum(len(tokens) for request in self.requests.values() for tokens in request.outputs.values())
+        return self.num_sampled - kept
+
     def internal_ids(self, request_id):
         """Sample index to the engine's id, told from the ids the tap saw."""
         found = {}
@@ -142,6 +148,7 @@ class FeatureEngine:
 
         def sampled(*args):
             output = sample_tokens(*args)
+            self.num_sampled += sum(map(len, output.sampled_token_ids))
             for req_id, tokens in drafts.items():
                 self.num_drafts += len(tokens)
                 self.num_drafts_accepted += len(output.sampled_token_ids[output.req_id_to_index[req_id]]) - 1

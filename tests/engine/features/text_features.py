@@ -10,6 +10,7 @@ from scenario import Outcome, Prompts, hits, outcome_of, refuse, refuse_configur
 from verdict import judge
 from vllm import LLM
 from vllm.lora.request import LoRARequest
+from vllm.sampling_params import RepetitionDetectionParams
 
 NGRAM = {
     "speculative_config": {
@@ -90,6 +91,42 @@ def speculation(folder, **options):
         }
 
     return serve(llama(folder, attention_scale=0.01), drive, shown, only_with_cache=NGRAM, **options)
+
+
+def speculation_and_ends(folder):
+    """Requests that end inside their accepted drafts: by a stop token, by a repetition, by their length."""
+    prompts = Prompts(20)
+    wave = {f"loop-{index}": prompts.repetitive(60 + index) for index in range(6)}
+
+    def drive(engine):
+        engine.wave(wave, max_tokens=120)
+        for index, (name, prompt) in enumerate(wave.items()):
+            outputs = engine.requests[name].outputs[0]
+            # It has seen its own answer, so the drafter guesses it from the first token on.
+            told = [*prompt, *outputs, *prompt[-20:]]
+            engine.wave({f"free-{index}": told}, max_tokens=60)
+            free = engine.requests[f"free-{index}"].outputs[0]
+            newest = max(free[:50], key=free.index)
+            engine.add(f"stop-{index}", told, 60, ignore_eos=False, stop_token_ids=[newest])
+            engine.add(f"length-{index}", told, 40 + index)
+            repetition = RepetitionDetectionParams(max_pattern_size=60, min_count=2)
+            engine.add(f"repeat-{index}", told, 120, repetition_detection=repetition)
+        engine.run()
+
+    def shown(engine):
+        lengths = {name: len(request.outputs[0]) for name, request in engine.requests.items()}
+        shorter = {
+            kind: sum(lengths[f"{kind}-{index}"] < most for index in range(6))
+            for kind, most in (("stop", 60), ("repeat", 120))
+        }
+        return hits(engine, 64) | {
+            "accepted drafts": (engine.num_drafts_accepted, 100),
+            "requests ended by a stop token": (shorter["stop"], 5),
+            "requests ended by a repetition": (shorter["repeat"], 1),
+            "tokens sampled behind an end and left out": (engine.num_accepted_behind_the_end, 3),
+        }
+
+    return serve(llama(folder, attention_scale=0.01), drive, shown, only_with_cache=NGRAM)
 
 
 def speculation_and_preemption(folder):
