@@ -8,14 +8,13 @@ Needs Omni Core with its `sinks` extra and httpx, but no vLLM.
 
 import argparse
 import asyncio
-import time
 import uuid
 from typing import Any
 
 import httpx
 
-from omni_core.integrations.vllm.rows_over_rpc import reports_from_flush, rows_from_replies
-from omni_core.sinks.errors import RequestNotEndedError
+from omni_core.integrations.vllm.async_stage_client import take_rows_through
+from omni_core.integrations.vllm.rows_over_rpc import WorkerCall
 from omni_core.sinks.rows import StoredRequest
 
 SHARED = (
@@ -34,24 +33,15 @@ async def complete(http: httpx.AsyncClient, prompt: str) -> str:
     return f"{answer.json()['id']}-0"  # the request's first, and here only, prompt
 
 
-async def call_workers(http: httpx.AsyncClient, method: str, *args: str) -> list[Any]:
-    """Call a method of every worker; their answers."""
-    answer = await http.post("/collective_rpc", json={"method": method, "args": args})
-    answer.raise_for_status()
-    return list(answer.json()["results"])
-
-
 async def take_rows(http: httpx.AsyncClient, request_id: str) -> list[StoredRequest]:
-    """Take a request's rows. The engine hears of its end with its next step, so the first tries may come too early."""
-    deadline = time.monotonic() + END_TIMEOUT_S
-    while True:
-        reports_from_flush(await call_workers(http, "omni_core_flush"))
-        try:
-            return rows_from_replies(await call_workers(http, "omni_core_take_rows", request_id))
-        except RequestNotEndedError:
-            if time.monotonic() > deadline:
-                raise
-            await asyncio.sleep(0.05)
+    """Take a request's rows, once they and the news of its end have reached the sink."""
+
+    async def call_workers(call: WorkerCall) -> list[Any]:
+        answer = await http.post("/collective_rpc", json={"method": call.method, "args": call.args})
+        answer.raise_for_status()
+        return list(answer.json()["results"])
+
+    return await take_rows_through(call_workers, request_id, timeout_s=END_TIMEOUT_S)
 
 
 async def run(url: str) -> None:

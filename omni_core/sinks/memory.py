@@ -14,6 +14,7 @@ from omni_core.sinks.errors import (
     SinkFullError,
     UnknownRequestError,
 )
+from omni_core.sinks.found_request import FoundRequest, RequestState
 from omni_core.sinks.options import checked_bool, checked_count
 from omni_core.sinks.request_index import RequestIndex, RequestNames
 from omni_core.sinks.rows import DEFAULT_MAX_OPEN_BYTES, RequestJoiner, StoredRequest
@@ -176,10 +177,51 @@ class MemorySink(StageSink):
                 self._index.discard(key)
             return tuple(self._pop(key) for key in kept)
 
+    def find(self, request_id: str) -> tuple[FoundRequest, ...]:
+        """Every request that an id of either kind may stand for, with or without rows; takes nothing.
+
+        One that only looks like a sample is among them even if no other sample came here: with data parallel the
+        samples of one client's request lie in several engines.
+        """
+        with self._lock:
+            return tuple(self._found(key) for key in self._index.find_possible(request_id))
+
+    def kept(self, key: RequestKey) -> StoredRequest | None:
+        """The rows of exactly this request, if they are here."""
+        with self._lock:
+            return self._stored.get(key)
+
+    def forget(self, key: RequestKey) -> bool:
+        """Forget exactly this request; whether it had rows here."""
+        with self._lock:
+            if key not in self._stored:
+                return False
+            self._pop(key)
+            self._index.discard(key)
+            return True
+
     def request_ids(self) -> tuple[str, ...]:
         """Internal ids of the stored requests, in the order they ended."""
         with self._lock:
             return tuple(kept.req_id for kept in self._stored.values())
+
+    def _found(self, key: RequestKey) -> FoundRequest:
+        names = self._index.names(key)
+        if key in self._running:
+            state = RequestState.RUNNING
+        elif key in self._stored:
+            state = RequestState.ENDED
+        else:
+            state = RequestState.WITHOUT_ROWS
+        return FoundRequest(
+            req_id=names.req_id,
+            use=key[1],
+            client_req_id=names.client_req_id,
+            sample=names.sample,
+            has_sibling=self._index.has_sibling(key),
+            state=state,
+            no_rows_because=self._without_rows.get(key),
+        )
 
     def _kept(self, end: SinkRequestEnd) -> StoredRequest | None:
         collected = self._joiner.finish(end)

@@ -3,9 +3,8 @@
 
 from __future__ import annotations
 
-import io
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -18,7 +17,7 @@ from omni_core.sinks.base import PossibleSample, RequestEnd, SinkRequestEnd
 from omni_core.sinks.errors import InvalidRequestFileError
 from omni_core.sinks.request_index import RequestNames
 from omni_core.sinks.rows import CollectedRequest, StoredRequest, positions_of
-from omni_core.sinks.safetensors_format import write_safetensors
+from omni_core.sinks.safetensors_format import safetensors_parts
 
 FORMAT_NAME = "omni-core.request"
 FORMAT_VERSION = 1
@@ -36,6 +35,29 @@ def request_file_bytes(stored: StoredRequest) -> bytes:
     Raises:
         RowsMismatchError: a dtype the format has no name for.
     """
+    return b"".join(_file_parts(stored))
+
+
+def request_file_piece(stored: StoredRequest, offset: int, max_bytes: int) -> tuple[bytes, int]:
+    """A piece of `request_file_bytes`, and the length of the whole. Any thread; copies what it returns and no more.
+
+    Args:
+        stored: the request.
+        offset: first byte of the piece; at or behind the end the piece is empty.
+        max_bytes: the most bytes of it.
+
+    Raises:
+        RowsMismatchError: a dtype the format has no name for.
+    """
+    piece: list[memoryview] = []
+    start = 0
+    for part in _file_parts(stored):
+        piece.append(memoryview(part)[max(0, offset - start) : max(0, offset + max_bytes - start)])
+        start += len(part)
+    return b"".join(piece), start
+
+
+def _file_parts(stored: StoredRequest) -> Iterator[bytes | memoryview]:
     end = SinkRequestEnd(
         stored.req_id, stored.client_req_id, stored.end, stored.missing, sample=stored.sample, use=stored.use
     )
@@ -48,9 +70,7 @@ def request_file_bytes(stored: StoredRequest) -> bytes:
         leftovers=stored.leftovers,
     )
     tensors, names = tensors_of(collected)
-    file = io.BytesIO()
-    write_safetensors(file, tensors, metadata_of(collected, names))
-    return file.getvalue()
+    return safetensors_parts(tensors, metadata_of(collected, names))
 
 
 def read_request_bytes(content: bytes) -> StoredRequest:

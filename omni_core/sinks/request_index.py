@@ -82,6 +82,22 @@ class RequestIndex(Generic[K]):
         """Requests under an id of either kind; each once."""
         return tuple(dict.fromkeys((*self.by_internal_id(asked), *self._of_client(asked))))
 
+    def find_possible(self, asked: str) -> tuple[K, ...]:
+        """As `find`, and requests that are found only once another sample of their group is: it may lie elsewhere."""
+        possible = dict.fromkeys((*self.by_internal_id(asked), *self._by_client.get(asked, ())))
+        for name in self._groups_of_client.get(asked, ()):
+            possible.update(self._groups[name].keys)
+        return tuple(possible)
+
+    def names(self, key: K) -> RequestNames:
+        """What a request is called."""
+        return self._names[key]
+
+    def has_sibling(self, key: K) -> bool:
+        """Whether another sample of a request's group was seen here."""
+        sample = self._names[key].sample
+        return sample is not None and len(self._groups[sample.group].indices_seen) > 1
+
     def _of_client(self, client_req_id: str) -> Iterable[K]:
         found = dict(self._by_client.get(client_req_id, {}))
         for name in self._groups_of_client.get(client_req_id, ()):

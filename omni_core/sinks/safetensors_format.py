@@ -41,7 +41,7 @@ _DTYPE_NAMES: Mapping[torch.dtype, str] = {
 def write_safetensors(
     file: BinaryIO, tensors: Mapping[str, Sequence[torch.Tensor]], metadata: Mapping[str, str]
 ) -> None:
-    """Write tensors given as pieces along their first dimension. Blocks on the file.
+    """Write what `safetensors_parts` gives, which says more. Blocks on the file.
 
     Args:
         file: opened for binary writing, at its start.
@@ -51,6 +51,23 @@ def write_safetensors(
     Raises:
         RowsMismatchError: a dtype the format has no name for.
         OSError: the medium failed.
+    """
+    for part in safetensors_parts(tensors, metadata):
+        file.write(part)
+
+
+def safetensors_parts(
+    tensors: Mapping[str, Sequence[torch.Tensor]], metadata: Mapping[str, str]
+) -> Iterator[bytes | memoryview]:
+    """A file's content, part after part. Any thread; copies no row, so tensors must not change meanwhile.
+
+    Args:
+        tensors: name → at least one contiguous CPU tensor, which are pieces along the first dimension; all of one dtype
+            and trailing shape.
+        metadata: text to text, for the header.
+
+    Raises:
+        RowsMismatchError: a dtype the format has no name for.
     """
     header: dict[str, object] = {"__metadata__": dict(metadata)}
     offset = 0
@@ -67,11 +84,10 @@ def write_safetensors(
         offset += size_bytes
     text = json.dumps(header, separators=(",", ":")).encode("ascii")
     text += b" " * (-len(text) % _HEADER_ALIGNMENT_BYTES)
-    file.write(len(text).to_bytes(8, "little"))
-    file.write(text)
+    yield len(text).to_bytes(8, "little")
+    yield text
     for name in names:
-        for view in _bytes_of(tensors[name]):
-            file.write(view)
+        yield from _bytes_of(tensors[name])
 
 
 def _bytes_of(pieces: Sequence[torch.Tensor]) -> Iterator[memoryview]:

@@ -53,8 +53,8 @@ class _StepGivenUp:
 
 @dataclass(frozen=True, slots=True)
 class _Flush:
-    keep: frozenset[str] | None
-    """Requests that go on; `None`: all of them."""
+    keep: frozenset[str]
+    """Requests that go on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +75,8 @@ class StageBuilder:
     """Feeds one sink from one cache, on two threads of its own.
 
     `news`, `room_for_step`, `submit` and `give_up` belong to the engine thread and never wait for the sink; only
-    `room_for_step` waits at all, as described there. `flush`, `fail_open_requests`, `close` and `report` may be called
-    from any thread. Whatever the cache or the sink does, what waits here is bounded: the builder's queue by
+    `room_for_step` waits at all, as described there. The flushes, `fail_open_requests`, `close` and `report` may be
+    called from any thread. Whatever the cache or the sink does, what waits here is bounded: the builder's queue by
     `max_waiting_entries` and `max_waiting_tokens`, the sink's by `sink_queue_bytes`.
     """
 
@@ -141,6 +141,7 @@ class StageBuilder:
         self._open_steps = 0
         self._items_queued = 0
         self._items_done = 0
+        self._newest_ticket = 0
         self._builder_stalled = False
         self._sink_calls_when_waited_in_vain: int | None = None
         self._closing = False
@@ -193,21 +194,37 @@ class StageBuilder:
         Raises:
             FlushTimeoutError: not done within `timeout_s`; nothing is lost and the call may be repeated.
         """
-        deadline_s = self._runtime.monotonic_s() + timeout_s
-        self._enqueue(_Flush(None if still_running is None else frozenset(still_running)))
+        ticket = self.begin_flush(still_running)
+        if not self.wait_flushed(ticket, timeout_s):
+            raise FlushTimeoutError(f"flush: not done within {timeout_s} s: {self.flush_waits_for(ticket)}")
+
+    def begin_flush(self, still_running: Collection[str] | None) -> int:
+        """As `flush`, but returns at once.
+
+        Returns:
+            A ticket for `wait_flushed`: how far the builder's queue reaches now. What comes later does not move it.
+        """
+        if still_running is not None:
+            self._enqueue(_Flush(frozenset(still_running)))
         with self._lock:
-            target = self._items_queued
-            if not self._changed.wait_for(lambda: self._items_done >= target, timeout_s):
-                raise FlushTimeoutError(
-                    f"flush: {target - self._items_done} entries of the builder's queue were not done within "
-                    f"{timeout_s} s; the builder is busy with {self._busy_with}"
-                )
-        unfed = self._feeder.wait_until_fed(max(0.0, deadline_s - self._runtime.monotonic_s()))
-        if unfed:
-            raise FlushTimeoutError(
-                f"flush: {unfed} entries of the sink's queue were not done within {timeout_s} s; it is busy with "
-                f"{self._feeder.busy_with()}"
-            )
+            ticket = self._newest_ticket = self._items_queued
+            builder_done = self._items_done >= ticket
+        if builder_done:
+            self._feeder.mark(ticket)
+        return ticket
+
+    def wait_flushed(self, ticket: int, timeout_s: float) -> bool:
+        """Whether the sink has everything that was submitted before the ticket, after waiting up to `timeout_s`."""
+        return self._feeder.wait_for_mark(ticket, timeout_s)
+
+    def flush_waits_for(self, ticket: int) -> str:
+        """What a flush waits for, in words."""
+        with self._lock:
+            left, busy_with = ticket - self._items_done, self._busy_with
+        if left > 0:
+            return f"{left} entries of the builder's queue are left; the builder is busy with {busy_with}"
+        left = self._feeder.report()["sink_queue_entries"]
+        return f"{left} entries of the sink's queue are left; it is busy with {self._feeder.busy_with()}"
 
     def close(self, timeout_s: float) -> bool:
         """Deliver what was submitted, end every request, close the sink and end the threads. Idempotent.
@@ -336,12 +353,16 @@ class StageBuilder:
             except BaseException as error:
                 self._log.stage_failed(f"the builder could not process {_describe(item)}: {error_text(error)}")
             with self._lock:
+                flush_waits = self._items_done < self._newest_ticket
                 self._items_done += 1
+                items_done = self._items_done
                 self._busy_with = "nothing"
                 if isinstance(item, _Step):
                     self._open_steps -= 1
                     self._builder_stalled = False
                 self._changed.notify_all()
+            if flush_waits:
+                self._feeder.mark(items_done)
             del item
         self._feeder.close_when_fed()
 
@@ -358,8 +379,7 @@ class StageBuilder:
             case _StepGivenUp(step):
                 self._assembler.note_tokens(step)
             case _Flush(keep):
-                if keep is not None:
-                    self._assembler.flush_requests(keep)
+                self._assembler.flush_requests(keep)
             case _FailOpenRequests(reason):
                 self._assembler.fail_open_requests(reason)
             case _FailRequests(req_ids, reason):

@@ -3,22 +3,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from omni_core.integrations.vllm.chosen_layers import capture_layers
-from omni_core.integrations.vllm.rows_over_rpc import (
-    DEFAULT_RPC_FLUSH_TIMEOUT_S,
-    RowsEncoding,
-    flush_reply,
-    take_rows_reply,
-)
 from omni_core.integrations.vllm.session import StageSession
 from omni_core.integrations.vllm.settings import OmniSettings
 from omni_core.integrations.vllm.stage import check_stage, open_stage
 from omni_core.integrations.vllm.versions import adopt_engine_logging
+from omni_core.integrations.vllm.worker_calls import WorkerCalls, answer
 
 
 class OmniCpuWorker(CPUWorker):  # type: ignore[misc]  # vLLM ships no types, so its class is Any to the checker
@@ -36,6 +30,7 @@ class OmniCpuWorker(CPUWorker):  # type: ignore[misc]  # vLLM ships no types, so
         adopt_engine_logging()
         self.omni_core_settings = OmniSettings.from_additional_config(self.vllm_config.additional_config)
         check_stage(self.omni_core_settings, self.vllm_config, uses_v2_runner=self.use_v2_model_runner)
+        self.omni_core_calls = WorkerCalls(None)
         super().init_device()
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
@@ -63,20 +58,27 @@ class OmniCpuWorker(CPUWorker):  # type: ignore[misc]  # vLLM ships no types, so
             self.model_runner,
             uses_v2_runner=self.use_v2_model_runner,
         )
+        self.omni_core_calls = WorkerCalls(self.omni_core_session)
 
-    def omni_core_flush(
-        self, still_running: Sequence[str] | None = None, timeout_s: float | str = DEFAULT_RPC_FLUSH_TIMEOUT_S
-    ) -> dict[str, Any]:
-        """`flush_reply`, for `collective_rpc("omni_core_flush")`: hands on what was computed and ends nothing."""
-        return flush_reply(self.omni_core_session, still_running, timeout_s)
+    def omni_core_flush(self, /, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """`WorkerCalls.flush`, for `collective_rpc("omni_core_flush")`: hands on what was computed and ends nothing."""
+        return answer(self.omni_core_calls.flush, args, kwargs)
 
-    def omni_core_take_rows(self, request_id: str, encoding: str = RowsEncoding.BASE64.value) -> dict[str, Any]:
-        """`take_rows_reply`, for `collective_rpc("omni_core_take_rows", args=(request_id,))`."""
-        return take_rows_reply(self.omni_core_session, request_id, encoding)
+    def omni_core_find(self, /, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """`WorkerCalls.find`, for `collective_rpc("omni_core_find", args=(request_id,))`."""
+        return answer(self.omni_core_calls.find, args, kwargs)
 
-    def omni_core_report(self) -> dict[str, Any]:
-        """`StageSession.report`, for `llm.collective_rpc("omni_core_report")`; empty before the KV cache is made."""
-        return {} if self.omni_core_session is None else self.omni_core_session.report()
+    def omni_core_read(self, /, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """`WorkerCalls.read`, for `collective_rpc("omni_core_read", args=(req_id, use, offset))`."""
+        return answer(self.omni_core_calls.read, args, kwargs)
+
+    def omni_core_forget(self, /, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """`WorkerCalls.forget`, for `collective_rpc("omni_core_forget", args=(req_id, use))`."""
+        return answer(self.omni_core_calls.forget, args, kwargs)
+
+    def omni_core_report(self, /, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """`WorkerCalls.report`, for `collective_rpc("omni_core_report")`."""
+        return answer(self.omni_core_calls.report, args, kwargs)
 
     def shutdown(self) -> None:
         """Close the session in bounded time, then vLLM's own."""

@@ -1,22 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a worker answers to flush and take-rows calls, and how a client reads it. Neither side imports vllm.
+"""How a client asks an engine's workers for flushes and rows, and reads their answers. Imports no vllm, calls nobody.
 
-A worker's method must not raise. vLLM's `MultiprocExecutor.collective_rpc` (0.32) stops at the first worker that failed
-and leaves the others' answers in their queues, where the engine's next step takes them for its own. So an error is part
-of the answer, and the client raises it.
-
-An answer is a dict of plain values that msgpack takes; with the encoding `base64` JSON takes it too. The rows of one
-request travel as the content of the file that the safetensors sink would have written for it.
+A client says what to call and is handed the answers, so that the same lines serve an `LLM`, an `AsyncLLM` with several
+engines, and HTTP. What the workers do is in `worker_calls`.
 """
 
 from __future__ import annotations
 
 import base64
-import math
-from collections.abc import Iterable, Mapping, Sequence
+import uuid
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from omni_core.integrations.vllm.delivery_log import error_text
 from omni_core.integrations.vllm.errors import (
     FlushTimeoutError,
     IntegrationError,
@@ -24,22 +22,26 @@ from omni_core.integrations.vllm.errors import (
     RpcArgumentError,
     StageNotFoundError,
 )
-from omni_core.integrations.vllm.session import StageSession
+from omni_core.sinks.base import PossibleSample
 from omni_core.sinks.errors import InvalidRequestFileError, RequestNotEndedError, UnknownRequestError
-from omni_core.sinks.request_content import read_request_bytes, request_file_bytes
+from omni_core.sinks.found_request import FoundRequest, RequestState, requests_meant
+from omni_core.sinks.request_content import read_request_bytes
 from omni_core.sinks.rows import StoredRequest
 
-DEFAULT_RPC_FLUSH_TIMEOUT_S = 5.0
-"""How long a flush over RPC may hold up the engine's next step if nothing else is said."""
+DEFAULT_RPC_FLUSH_WAIT_S = 0.1
+"""How long a flush call waits for the sink, and holds up the engine's next step, if nothing else is said."""
+MAX_RPC_FLUSH_WAIT_S = 0.5
+"""The longest a flush call may wait."""
+MAX_PIECE_BYTES = 4 << 20
+"""The most bytes of rows in one answer, before they are encoded."""
 
 _ERRORS: Mapping[str, type[Exception]] = {
-    known.__name__: known
-    for known in (FlushTimeoutError, RequestNotEndedError, RowsNotKeptError, RpcArgumentError, UnknownRequestError)
+    known.__name__: known for known in (FlushTimeoutError, RowsNotKeptError, RpcArgumentError)
 }
 
 
 class RowsEncoding(Enum):
-    """How the content of a request's file travels."""
+    """How a piece of a request's file travels."""
 
     BASE64 = "base64"
     """As text: the answer is JSON, for `POST /collective_rpc`."""
@@ -47,150 +49,167 @@ class RowsEncoding(Enum):
     """As it is: for `LLM.collective_rpc` and `AsyncLLM`."""
 
 
-def flush_reply(session: StageSession | None, still_running: Any, timeout_s: Any) -> dict[str, Any]:
-    """Flush a worker's session. Engine thread, between steps; waits up to `timeout_s` and never raises.
+@dataclass(frozen=True, slots=True)
+class WorkerCall:
+    """A method that every worker of every engine is to be called with."""
+
+    method: str
+    args: tuple[Any, ...]
+    """Plain values that JSON takes."""
+
+
+Taking = Generator[WorkerCall, Sequence[Any], list[StoredRequest]]
+"""Yields a call and is sent the workers' answers to it, one after another; returns the rows."""
+
+
+def flush_call(*, wait_s: float, still_running: Sequence[str] | None = None) -> WorkerCall:
+    """A flush with a name of its own: the same call again asks whether it is done and begins no other.
 
     Args:
-        session: the worker's; `None` before the KV cache is made.
-        still_running: `None` ends no request. A list of internal ids ends every request that is not in it: only for a
-            client that knows every request of the engine.
-        timeout_s: seconds, above 0; a number as text too, because HTTP brings text only.
-
-    Returns:
-        `error` (`None`, or `type` and `message`) and `report`, which is the session's.
+        wait_s: how long each call waits for the sink, up to `MAX_RPC_FLUSH_WAIT_S`; the engine's next step waits too.
+        still_running: `None` ends no request; a list of internal ids ends every request that is not in it.
     """
-    error: dict[str, str] | None = None
-    try:
-        seconds, kept = _seconds("timeout_s", timeout_s), _request_ids("still_running", still_running)
-        if session is not None:
-            session.flush(seconds, kept)
-    except Exception as failure:
-        error = _told(failure)
-    return {"error": error, "report": {} if session is None else session.report()}
-
-
-def take_rows_reply(session: StageSession | None, request_id: Any, encoding: Any) -> dict[str, Any]:
-    """Take a request's rows out of a worker's memory sink. Engine thread, between steps; never raises or waits.
-
-    Args:
-        session: the worker's; `None` before the KV cache is made.
-        request_id: the engine's internal id or the client's.
-        encoding: a value of `RowsEncoding`.
-
-    Returns:
-        `error` (`None`, or `type` and `message`) and `requests`: for each request behind the id `req_id`,
-        `client_req_id`, `end`, `complete`, `ranges`, `missing` and `safetensors`, the content of a request's file.
-        Empty on a rank without a cache.
-    """
-    try:
-        form = _encoding(encoding)
-        if not isinstance(request_id, str):
-            raise RpcArgumentError(f"request_id={request_id!r}: must be text, the engine's id or the client's")
-        taken = () if session is None else session.take(request_id)
-        return {"error": None, "requests": [_packed(stored, form) for stored in taken]}
-    except Exception as failure:
-        return {"error": _told(failure), "requests": []}
-
-
-def rows_from_replies(replies: Iterable[Any]) -> list[StoredRequest]:
-    """The requests in the workers' answers to `omni_core_take_rows`, in either encoding. Any thread.
-
-    Args:
-        replies: what `collective_rpc` returned, or `results` of the JSON that `POST /collective_rpc` returned; answers
-            of several engines may follow one another.
-
-    Raises:
-        UnknownRequestError, RequestNotEndedError, RowsNotKeptError: no worker has the rows; says why for each.
-        StageNotFoundError: no worker has a cache.
-        InvalidRequestFileError: an answer holds something else than requests.
-    """
-    answers = [_checked_reply(reply, "requests") for reply in replies]
-    packed = [one for answer in answers for one in answer["requests"]]
-    if not packed:
-        errors = [answer["error"] for answer in answers if answer["error"] is not None]
-        if not errors:
-            raise StageNotFoundError(
-                f"none of the {len(answers)} workers has a cache; the gate in their reports (omni_core_report) says why"
-            )
-        raise_told(errors)
-    return [_unpacked(one) for one in packed]
+    arguments: tuple[Any, ...] = (uuid.uuid4().hex, wait_s)
+    return WorkerCall("omni_core_flush", arguments if still_running is None else (*arguments, still_running))
 
 
 def reports_from_flush(replies: Iterable[Any]) -> list[dict[str, Any]]:
-    """The reports in the workers' answers to `omni_core_flush`, one per rank.
+    """The reports in the workers' answers to `omni_core_flush`, one per rank. Any thread.
 
     Raises:
-        FlushTimeoutError: a worker was not done in time; the call may be repeated.
+        FlushTimeoutError: a worker is not done yet; ask again.
         RpcArgumentError: an argument was wrong.
     """
-    answers = [_checked_reply(reply, "report") for reply in replies]
-    errors = [answer["error"] for answer in answers if answer["error"] is not None]
-    if errors:
-        raise_told(errors)
+    answers = checked_answers(replies, "done")
+    waits_for = [str(answer["waits_for"]) for answer in answers if not answer["done"]]
+    if waits_for:
+        raise FlushTimeoutError(f"flush: not done yet: {'; '.join(waits_for)}")
     return [dict(answer["report"]) for answer in answers]
 
 
-def raise_told(errors: Sequence[Mapping[str, str]]) -> None:
-    """Raise the first of the errors that workers told, with the text of all. One that goes on comes first."""
-    ordered = sorted(errors, key=lambda error: error["type"] != RequestNotEndedError.__name__)
-    raised = _ERRORS.get(ordered[0]["type"], IntegrationError)
-    raise raised("; ".join(dict.fromkeys(error["message"] for error in ordered)))
+def reports_from_replies(replies: Iterable[Any]) -> list[dict[str, Any]]:
+    """The reports in the workers' answers to `omni_core_report`, one per rank. Any thread.
+
+    Raises:
+        IntegrationError: a rank cannot make its report; says why.
+    """
+    reports = [dict(reply) for reply in replies]
+    _raise_told(reports)
+    return reports
 
 
-def _told(failure: Exception) -> dict[str, str]:
+def taking(request_id: str, encoding: RowsEncoding) -> Taking:
+    """Take a request's rows out of the workers' memory sinks: all of the request, from whichever engines have it.
+
+    First asks where the request is, then reads its rows piece by piece, and has them forgotten once all are here. What
+    goes wrong in between leaves them where they are. Rows computed before must have been flushed.
+
+    Args:
+        request_id: the engine's internal id or the client's.
+        encoding: how rows travel.
+
+    Returns:
+        One entry, or one per sample of a request with `n > 1`, in the order of the samples.
+
+    Raises:
+        RequestNotEndedError: a part of it goes on, in any engine; nothing was taken.
+        UnknownRequestError: no worker has the rows; says why for each.
+        RowsNotKeptError, StageNotFoundError: the sink keeps no rows; no worker has a cache.
+        InvalidRequestFileError: an answer is not that of a worker of Omni Core.
+    """
+    places = _places(request_id, checked_answers((yield WorkerCall("omni_core_find", (request_id,))), "requests"))
+    taken: dict[_Place, StoredRequest] = {}
+    for place in places:
+        taken[place] = read_request_bytes((yield from _reading(place, encoding)))
+    for key in dict.fromkeys((place.req_id, place.use) for place in places):
+        checked_answers((yield WorkerCall("omni_core_forget", key)), "forgotten")
+    return list(taken.values())
+
+
+def checked_answers(replies: Iterable[Any], content: str) -> list[Mapping[str, Any]]:
+    """The workers' answers, each of which has this content.
+
+    Raises:
+        RowsNotKeptError, RpcArgumentError, IntegrationError: a worker told an error; with the text of all.
+        InvalidRequestFileError: an answer is not that of a worker of Omni Core.
+    """
+    answers = list(replies)
+    for reply in answers:
+        if not isinstance(reply, Mapping) or (content not in reply and not reply.get("error")):
+            raise InvalidRequestFileError(
+                f"{str(reply)[:200]!r} is not the answer of a worker of Omni Core: no 'error' or {content!r} is in it"
+            )
+    _raise_told(answers)
+    return answers
+
+
+def _raise_told(answers: Iterable[Mapping[str, Any]]) -> None:
+    errors = [answer["error"] for answer in answers if answer.get("error")]
+    if errors:
+        raised = _ERRORS.get(errors[0]["type"], IntegrationError)
+        raise raised("; ".join(dict.fromkeys(error["message"] for error in errors)))
+
+
+def error_for_answer(failure: Exception) -> dict[str, str]:
+    """An error as a worker's answer tells it: `type` and `message`."""
     name = type(failure).__name__
-    return {"type": name, "message": str(failure) if name in _ERRORS else f"{name}: {failure}"}
+    return {"type": name, "message": str(failure) if name in _ERRORS else error_text(failure)}
 
 
-def _packed(stored: StoredRequest, encoding: RowsEncoding) -> dict[str, Any]:
-    content = request_file_bytes(stored)
-    return {
-        "req_id": stored.req_id,
-        "client_req_id": stored.client_req_id,
-        "end": stored.end.value,
-        "complete": stored.complete,
-        "ranges": [list(one) for one in stored.ranges],
-        "missing": [list(one) for one in stored.missing],
-        "safetensors": content if encoding is RowsEncoding.BYTES else base64.b64encode(content).decode("ascii"),
-    }
+@dataclass(frozen=True, slots=True)
+class _Place:
+    worker: int
+    """Which of the answers is that worker's."""
+    req_id: str
+    use: int
 
 
-def _unpacked(packed: Mapping[str, Any]) -> StoredRequest:
-    content = packed["safetensors"]
-    return read_request_bytes(base64.b64decode(content) if isinstance(content, str) else bytes(content))
-
-
-def _checked_reply(reply: Any, content: str) -> Mapping[str, Any]:
-    if not isinstance(reply, Mapping) or "error" not in reply or content not in reply:
-        raise InvalidRequestFileError(
-            f"{str(reply)[:200]!r} is not the answer of a worker of Omni Core: it has no 'error' and {content!r}"
+def _places(request_id: str, answers: Sequence[Mapping[str, Any]]) -> list[_Place]:
+    if not any(answer["has_cache"] for answer in answers):
+        raise StageNotFoundError(
+            f"none of the {len(answers)} workers has a cache; the gate in their reports (omni_core_report) says why"
         )
-    return reply
+    found = [(worker, _found(one)) for worker, answer in enumerate(answers) for one in answer["requests"]]
+    meant = requests_meant(request_id, [one for _, one in found])
+    for one in meant:
+        if one.state is RequestState.RUNNING:
+            raise RequestNotEndedError(f"request {one.req_id!r} has not ended; ask again after its end")
+    ended = [(worker, one) for worker, one in found if one in meant and one.state is RequestState.ENDED]
+    if not ended:
+        raise UnknownRequestError(_why_unknown(request_id, meant, answers))
+    ended.sort(key=lambda place: 0 if place[1].sample is None else place[1].sample.index)
+    return [_Place(worker, one.req_id, one.use) for worker, one in ended]
 
 
-def _encoding(value: Any) -> RowsEncoding:
-    try:
-        return RowsEncoding(value)
-    except ValueError:
-        choices = " or ".join(repr(one.value) for one in RowsEncoding)
-        raise RpcArgumentError(f"encoding={value!r}: must be {choices}") from None
+def _why_unknown(request_id: str, meant: Sequence[FoundRequest], answers: Sequence[Mapping[str, Any]]) -> str:
+    if meant:
+        return "; ".join(f"request {one.req_id!r} has no rows: {one.no_rows_because}" for one in meant)
+    ids_kept = [req_id for answer in answers for req_id in answer["ids_kept"]]
+    return f"no request {request_id!r}; newest ids kept: {', '.join(map(repr, ids_kept)) or 'none'}"
 
 
-def _seconds(name: str, value: Any) -> float:
-    try:
-        seconds = math.nan if isinstance(value, bool) else float(value)
-    except (TypeError, ValueError):
-        seconds = math.nan
-    if not (math.isfinite(seconds) and seconds > 0):
-        raise RpcArgumentError(f"{name}={value!r}: must be a positive, finite number of seconds")
-    return seconds
+def _reading(place: _Place, encoding: RowsEncoding) -> Generator[WorkerCall, Sequence[Any], bytes]:
+    content = bytearray()
+    while True:
+        arguments = (place.req_id, place.use, len(content), MAX_PIECE_BYTES, encoding.value)
+        answer = checked_answers((yield WorkerCall("omni_core_read", arguments)), "piece")[place.worker]
+        piece = answer["piece"]
+        if piece is None:
+            raise UnknownRequestError(
+                f"request {place.req_id!r}: its rows were taken or dropped while they were read; if they were dropped, "
+                "the memory sink needs a higher max_bytes or max_requests"
+            )
+        content += base64.b64decode(piece) if isinstance(piece, str) else piece
+        if len(content) >= answer["nbytes"] or not piece:
+            return bytes(content)
 
 
-def _request_ids(name: str, value: Any) -> Sequence[str] | None:
-    if value is None:
-        return None
-    if isinstance(value, list | tuple) and all(isinstance(one, str) for one in value):
-        return value
-    raise RpcArgumentError(
-        f"{name}={value!r}: must be None, which ends no request, or the list of all internal ids that go on"
+def _found(told: Mapping[str, Any]) -> FoundRequest:
+    sample = told["sample"]
+    return FoundRequest(
+        **{
+            **told,
+            "sample": None if sample is None else PossibleSample(**sample),
+            "state": RequestState(told["state"]),
+        }
     )

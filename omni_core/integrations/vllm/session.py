@@ -35,7 +35,6 @@ from omni_core.runtime import Runtime
 from omni_core.sinks.base import StageSink
 from omni_core.sinks.memory import MemorySink
 from omni_core.sinks.registry import create_sink
-from omni_core.sinks.rows import StoredRequest
 
 _LOG = logging.getLogger(__name__)
 
@@ -188,23 +187,32 @@ class StageSession:
         if self._parts is not None and not self._closed:
             self._parts.builder.flush(timeout_s, still_running)
 
-    def take(self, request_id: str) -> tuple[StoredRequest, ...]:
-        """Every ended request behind an id, the engine's or the client's, out of the memory sink, which forgets them.
+    def begin_flush(self, still_running: Collection[str] | None = None) -> int:
+        """As `flush`, but returns at once: a ticket for `wait_flushed`. Rows that come later do not move it."""
+        return 0 if self._parts is None or self._closed else self._parts.builder.begin_flush(still_running)
 
-        Any thread; waits for a short lock only. Empty on a stage without a cache.
+    def wait_flushed(self, ticket: int, timeout_s: float) -> bool:
+        """Whether the sink has everything from before the ticket, after waiting up to `timeout_s`. Any thread."""
+        return self._parts is None or self._closed or self._parts.builder.wait_flushed(ticket, timeout_s)
+
+    def flush_waits_for(self, ticket: int) -> str:
+        """What a flush waits for, in words. Any thread."""
+        return "nothing" if self._parts is None else self._parts.builder.flush_waits_for(ticket)
+
+    def memory_sink(self) -> MemorySink | None:
+        """Where the stage's rows are kept, to be read from any thread; `None` on a stage without a cache.
 
         Raises:
             RowsNotKeptError: the stage's sink keeps no rows.
-            RequestNotEndedError, UnknownRequestError: there is nothing to take (yet); says why.
         """
         if self._parts is None:
-            return ()
+            return None
         if not isinstance(self._parts.sink, MemorySink):
             raise RowsNotKeptError(
-                f"request {request_id!r}: the sink {self.settings.sink!r} keeps no rows in the worker; read them where "
-                'it puts them, or set "sink": "memory"'
+                f"the sink {self.settings.sink!r} keeps no rows in the worker; read them where it puts them, or set "
+                '"sink": "memory"'
             )
-        return self._parts.sink.take_all(request_id)
+        return self._parts.sink
 
     def report(self) -> dict[str, Any]:
         """Plain dicts, lists, strings and numbers; any thread. `delivery` and `cache` only on a stage with a cache."""

@@ -31,8 +31,13 @@ class FedStep:
 
 
 @dataclass(frozen=True, slots=True)
+class _Mark:
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
 class _Entry:
-    item: FedStep | SinkRequestEnd
+    item: FedStep | SinkRequestEnd | _Mark
     nbytes: int
     is_rowless_end: bool = False
 
@@ -41,7 +46,7 @@ class SinkFeeder:
     """Feeds one sink in the order of its queue; closes it as the last act of its thread.
 
     `feed`, `end` and `end_rowless` belong to the builder thread; everything else may be called from any thread. Only
-    `wait_for_room`, `wait_until_fed` and `join` wait, each in bounded time; no other call waits for the sink.
+    `wait_for_room`, `wait_for_mark` and `join` wait, each in bounded time; no other call waits for the sink.
     """
 
     def __init__(self, sink: StageSink, log: DeliveryLog, *, runtime: Runtime, max_queue_bytes: int) -> None:
@@ -64,6 +69,7 @@ class SinkFeeder:
         self._rowless_ends = 0
         self._entries_queued = 0
         self._entries_done = 0
+        self._highest_mark = 0
         self._calls_returned = 0
         self._stalled = False
         self._closing = False
@@ -114,12 +120,27 @@ class SinkFeeder:
         busy = self._busy_with
         return "nothing" if busy is None else f"the sink's {busy[0]}() for request {busy[1]!r}"
 
-    def wait_until_fed(self, timeout_s: float) -> int:
-        """Wait until the sink has everything queued so far; how many entries it does not have after `timeout_s`."""
+    def mark(self, number: int) -> None:
+        """Note the place that the queue has reached now; never blocks, and neighbouring marks are one entry.
+
+        Args:
+            number: whatever was fed for this or a lower number is in the queue.
+        """
         with self._lock:
-            target = self._entries_queued
-            self._changed.wait_for(lambda: self._entries_done >= target, timeout_s)
-            return max(0, target - self._entries_done)
+            if self._entries_done == self._entries_queued:
+                self._highest_mark = max(self._highest_mark, number)
+                self._changed.notify_all()
+                return
+            last = self._queue[-1].item if self._queue else None
+            if isinstance(last, _Mark):
+                self._queue[-1] = _Entry(_Mark(max(last.number, number)), 0)
+                return
+        self._append(_Entry(_Mark(number), 0))
+
+    def wait_for_mark(self, number: int, timeout_s: float) -> bool:
+        """Whether the sink has everything queued before a mark of this or a higher number, after waiting for it."""
+        with self._lock:
+            return self._changed.wait_for(lambda: self._highest_mark >= number, timeout_s)
 
     def close_when_fed(self) -> None:
         """Let the thread end once the queue is empty and the sink closed. Returns at once; idempotent."""
@@ -162,6 +183,8 @@ class SinkFeeder:
             self._hand_over(entry.item)
             with self._lock:
                 self._entries_done += 1
+                if isinstance(entry.item, _Mark):
+                    self._highest_mark = max(self._highest_mark, entry.item.number)
                 self._queued_bytes -= entry.nbytes
                 self._rowless_ends -= entry.is_rowless_end
                 if 2 * self._queued_bytes <= self._max_queue_bytes:
@@ -173,7 +196,9 @@ class SinkFeeder:
         except BaseException as error:
             self._log.stage_failed(f"closing the sink raised {error_text(error)}")
 
-    def _hand_over(self, item: FedStep | SinkRequestEnd) -> None:
+    def _hand_over(self, item: FedStep | SinkRequestEnd | _Mark) -> None:
+        if isinstance(item, _Mark):
+            return
         if isinstance(item, SinkRequestEnd):
             self._finish(item)
             return

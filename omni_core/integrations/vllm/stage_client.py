@@ -5,9 +5,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from omni_core.integrations.vllm.rows_over_rpc import RowsEncoding, reports_from_flush, rows_from_replies
+from omni_core.integrations.vllm.errors import FlushTimeoutError
+from omni_core.integrations.vllm.rows_over_rpc import (
+    DEFAULT_RPC_FLUSH_WAIT_S,
+    RowsEncoding,
+    WorkerCall,
+    flush_call,
+    reports_from_flush,
+    reports_from_replies,
+    taking,
+)
 from omni_core.integrations.vllm.session import DEFAULT_FLUSH_TIMEOUT_S
 from omni_core.integrations.vllm.versions import unfinished_request_ids
+from omni_core.runtime import ThreadingRuntime
 from omni_core.sinks.rows import StoredRequest
 
 
@@ -20,7 +30,17 @@ def flush_stage(llm: Any, timeout_s: float = DEFAULT_FLUSH_TIMEOUT_S) -> None:
     Raises:
         FlushTimeoutError: not done in time; may be repeated.
     """
-    reports_from_flush(llm.collective_rpc("omni_core_flush", args=(unfinished_request_ids(llm), timeout_s)))
+    clock = ThreadingRuntime()
+    deadline_s = clock.monotonic_s() + timeout_s
+    wait_s = min(DEFAULT_RPC_FLUSH_WAIT_S, timeout_s)
+    call = flush_call(wait_s=wait_s, still_running=unfinished_request_ids(llm))
+    while True:
+        try:
+            reports_from_flush(_replies(llm, call))
+            return
+        except FlushTimeoutError:
+            if clock.monotonic_s() >= deadline_s:
+                raise
 
 
 def take_rows(llm: Any, request_id: str, timeout_s: float = DEFAULT_FLUSH_TIMEOUT_S) -> list[StoredRequest]:
@@ -34,7 +54,7 @@ def take_rows(llm: Any, request_id: str, timeout_s: float = DEFAULT_FLUSH_TIMEOU
         timeout_s: for the flush.
 
     Returns:
-        One entry, or one per sample of a request with `n > 1`, in the order they ended; `sample.index` says which.
+        One entry, or one per sample of a request with `n > 1`, in the order of the samples; `sample.index` says which.
         Rows are CPU tensors in the dtype the engine computed.
 
     Raises:
@@ -44,9 +64,24 @@ def take_rows(llm: Any, request_id: str, timeout_s: float = DEFAULT_FLUSH_TIMEOU
         FlushTimeoutError: rows already computed did not reach the sink in time.
     """
     flush_stage(llm, timeout_s)
-    return rows_from_replies(llm.collective_rpc("omni_core_take_rows", args=(request_id, RowsEncoding.BYTES.value)))
+    steps = taking(request_id, RowsEncoding.BYTES)
+    call = next(steps)
+    while True:
+        try:
+            call = steps.send(_replies(llm, call))
+        except StopIteration as end:
+            taken: list[StoredRequest] = end.value
+            return taken
 
 
 def stage_reports(llm: Any) -> list[dict[str, Any]]:
-    """The report of each rank of an `LLM`; see `StageSession.report`."""
-    return list(llm.collective_rpc("omni_core_report"))
+    """The report of each rank of an `LLM`; see `StageSession.report`.
+
+    Raises:
+        IntegrationError: a rank cannot make its report; says why.
+    """
+    return reports_from_replies(llm.collective_rpc("omni_core_report"))
+
+
+def _replies(llm: Any, call: WorkerCall) -> list[Any]:
+    return list(llm.collective_rpc(call.method, args=call.args))

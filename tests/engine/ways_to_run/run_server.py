@@ -27,7 +27,10 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
-from omni_core.integrations.vllm.rows_over_rpc import reports_from_flush, rows_from_replies
+from omni_core.integrations.vllm.async_stage_client import flush_through, take_rows_through
+from omni_core.integrations.vllm.rows_over_rpc import WorkerCall
+from omni_core.sinks.errors import UnknownRequestError
+from omni_core.sinks.rows import StoredRequest
 from omni_core.sinks.safetensors_files import read_request_file, read_requests_of_client, request_files
 
 READY_TIMEOUT_S = 240
@@ -125,15 +128,21 @@ class Server:
                 continue
         return found
 
-    def rpc(self, method: str, *args: str, **kwargs: str) -> list:
-        body = {"method": method, "args": args, "kwargs": kwargs}
+    def rpc(self, method: str, *args) -> list:
+        body = {"method": method, "args": args}
         response = httpx.post(f"{self.url}/collective_rpc", json=body, timeout=60)
         response.raise_for_status()
         return response.json()["results"]
 
+    async def call_workers(self, call: WorkerCall) -> list:
+        return await asyncio.to_thread(self.rpc, call.method, *call.args)
+
     def flush(self) -> dict:
-        [report] = reports_from_flush(self.rpc("omni_core_flush", timeout_s="30"))
+        [report] = asyncio.run(flush_through(self.call_workers, 30))
         return report
+
+    def take_rows(self, request_id: str) -> list[StoredRequest]:
+        return asyncio.run(take_rows_through(self.call_workers, request_id, 30))
 
     def flush_until(self, *, open_requests: int) -> dict:
         """The engine tells of an end with its next step, which comes after the client's last token."""
@@ -253,9 +262,15 @@ def rows_in_memory(folder: Path) -> dict:
         [checked] = server.rpc("check_rows")
         taken = {}
         for client in served:
-            stored = rows_from_replies(server.rpc("omni_core_take_rows", f"{client.response_id}-0"))
+            stored = server.take_rows(f"{client.response_id}-0")
             taken[client.name] = [{"req_id": one.req_id, "digests": digests_of(one)} for one in stored]
-        unknown = server.rpc("omni_core_take_rows", "nobody")
+        try:
+            server.take_rows("nobody")
+            unknown = None
+        except UnknownRequestError as error:
+            unknown = str(error)
+        plain_flush = server.rpc("omni_core_flush")
+        wrong_call = server.rpc("omni_core_find")
         answering_after = httpx.get(f"{server.url}/health", timeout=5).status_code
         [core] = [pid for pid, command in server.group().items() if command.startswith("VLLM::EngineCore")]
         ended = server.end(signal.SIGKILL, core)
@@ -266,6 +281,8 @@ def rows_in_memory(folder: Path) -> dict:
             "taken": taken,
             "report": report,
             "unknown": unknown,
+            "plain_flush": plain_flush,
+            "wrong_call": wrong_call,
             "answering_after": answering_after,
             "ended": ended,
         }

@@ -110,12 +110,18 @@ def waves(llm: LLM, prompts: list[list[int]]) -> dict:
         for answer in answered
     ]
     again = refusal_of(lambda: take_rows(llm, answered[0].request_id))
+    wrong_calls = [
+        *llm.collective_rpc("omni_core_find"),
+        *llm.collective_rpc("omni_core_report", args=("all",)),
+        *llm.collective_rpc("omni_core_flush", kwargs={"timeout_s": 5}),
+    ]
     [after] = llm.generate(as_prompts(prompts[:1]), greedy())
     return {
         "checked": checked,
         "requests": views,
         "unknown": unknown,
         "taken_twice": again,
+        "wrong_calls": [reply["error"]["type"] for reply in wrong_calls],
         "outputs_after_refusals_agree": after.outputs[0].token_ids == answered[0].outputs[0].token_ids,
         "reports": stage_reports(llm),
     }
@@ -140,7 +146,7 @@ def own_process(model: str) -> dict:
     [sampled] = llm.generate(as_prompts(prompts[1:2]), several)
     flush_stage(llm)
     [checked] = llm.collective_rpc("check_rows")
-    bad_flush = llm.collective_rpc("omni_core_flush", args=("long",))[0]["error"]
+    bad_flush = llm.collective_rpc("omni_core_flush", args=("f", 0, "long"))[0]["error"]
     seen["long"] = client_view("long", prompts[0], [outputs], take_rows(llm, "long"))
     seen["sampled"] = client_view(
         sampled.request_id,
@@ -201,6 +207,12 @@ async def _data_parallel(model: str) -> dict:
             unknown = None
         except Exception as error:
             unknown = f"{type(error).__name__}: {error}"
+        several = greedy(temperature=1.0, seed=7, n=4, output_kind=RequestOutputKind.FINAL_ONLY)
+        stream = engine.generate({"prompt_token_ids": prompts[0]}, several, "sampled")
+        outputs_of_samples = [[list(one.token_ids) for one in output.outputs] async for output in stream][-1]
+        await flush_stage_async(engine)
+        found = await collective_rpc_of_every_engine(engine, "omni_core_find", ("sampled",))
+        sampled = client_view("sampled", prompts[0], outputs_of_samples, await take_rows_async(engine, "sampled"))
         reports = await stage_reports_async(engine)
         first_only = await engine.collective_rpc("omni_core_report")
     finally:
@@ -209,6 +221,8 @@ async def _data_parallel(model: str) -> dict:
         "checked": checked,
         "requests": views,
         "unknown": unknown,
+        "sampled": sampled,
+        "samples_in_each_engine": [len(reply["requests"]) for reply in found],
         "reports": reports,
         "answers_of_plain_collective_rpc": len(first_only),
     }

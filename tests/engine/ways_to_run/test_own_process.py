@@ -63,6 +63,7 @@ def test_both_samples_of_a_request_are_taken_by_its_id(seen):
 def test_a_refused_call_is_an_error_for_the_client_and_nothing_for_the_engine(seen):
     assert seen["unknown"].startswith("UnknownRequestError: no request 'nobody'")
     assert seen["taken_twice"].startswith("UnknownRequestError")
+    assert seen["wrong_calls"] == ["RpcArgumentError"] * 3
     assert seen["flush_of_text"]["type"] == "RpcArgumentError"
     assert seen["outputs_after_refusals_agree"]
 

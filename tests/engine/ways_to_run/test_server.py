@@ -69,10 +69,16 @@ def test_rows_come_over_http_bit_for_bit_by_the_id_of_the_response(rows_in_memor
         assert taken == [{"req_id": req_id, "digests": rows_in_memory["checked"][req_id]["digests"]}], name
 
 
-def test_an_unknown_request_is_an_answer_and_the_server_goes_on(rows_in_memory):
-    [reply] = rows_in_memory["unknown"]
-    assert reply["error"]["type"] == "UnknownRequestError"
+def test_an_unknown_request_and_a_wrong_call_are_answers_and_the_server_goes_on(rows_in_memory):
+    assert rows_in_memory["unknown"].startswith("no request 'nobody'")
+    [reply] = rows_in_memory["wrong_call"]
+    assert reply["error"]["type"] == "RpcArgumentError"
     assert rows_in_memory["answering_after"] == 200
+
+
+def test_a_flush_is_one_plain_call(rows_in_memory):
+    [reply] = rows_in_memory["plain_flush"]
+    assert (reply["error"], reply["done"]) == (None, True)
 
 
 def test_nothing_failed_and_nothing_is_held(rows_in_memory):

@@ -54,6 +54,7 @@ def test_an_unknown_request_is_an_error_for_the_client(way):
 
 def test_a_refused_call_leaves_no_answer_behind_for_the_next_step(one_output_rank):
     assert one_output_rank["taken_twice"].startswith("UnknownRequestError")
+    assert one_output_rank["wrong_calls"] == ["RpcArgumentError"] * 6
     assert one_output_rank["outputs_after_refusals_agree"]
 
 
@@ -68,6 +69,18 @@ def test_only_the_output_rank_has_a_cache_and_memory_for_it(run_way, name, outpu
     assert (other["gate"]["status"], other["gate"]["rule"]) == ("ignored", "not_output_rank")
     assert "cache" not in other
     assert not checked[1 - output_rank]
+
+
+def test_samples_of_one_request_that_ran_in_both_engines_are_taken_together_and_whole(run_way):
+    way = run_way("data_parallel")
+    assert sum(way["samples_in_each_engine"]) == 4
+    assert min(way["samples_in_each_engine"]) > 0
+    taken = way["sampled"]["taken"]
+    assert [one["req_id"].partition("_")[0] for one in taken] == ["0", "1", "2", "3"]
+    for one, fed in zip(taken, way["sampled"]["fed"], strict=True):
+        assert one["ranges"] == [[0, fed]]
+        assert one["complete"]
+        assert one["tokens_are_the_clients"]
 
 
 def test_each_data_parallel_engine_has_its_own_cache_and_answers_for_its_own_requests(run_way):
