@@ -43,12 +43,13 @@ class LayeredRunner(fake.FakeRunner):
         super().__init__(model)
         self.parallel_config = SimpleNamespace(pipeline_parallel_size=1)
         self.use_aux_hidden_state_outputs = False
+        self.broken = lambda rows: rows
 
     def execute_model(self, scheduler_output, intermediate_tensors=None):
         result = super().execute_model(scheduler_output, intermediate_tensors)
         if self.execute_model_state is not None:
             hidden = self.execute_model_state.hidden_states
-            captured = [hidden * 10 + layer for layer in self.model.layers]
+            captured = [self.broken(hidden * 10 + layer) for layer in self.model.layers]
             self.execute_model_state.aux_hidden_states = captured if self.use_aux_hidden_state_outputs else None
         return result
 
@@ -191,7 +192,7 @@ def test_layers_of_a_stage_that_is_not_enabled_or_pools_are_not_captured():
 
 @pytest.mark.parametrize("returned", [None, [torch.zeros(1, 4)]])
 def test_a_forward_that_returns_other_layers_is_an_error(returned):
-    forward = SimpleNamespace(aux_hidden_states=returned)
+    forward = SimpleNamespace(hidden_states=torch.zeros(1, 4), aux_hidden_states=returned)
     count = len(returned or ())
     with pytest.raises(LayersNotCapturedError, match=rf"layers=\[1, 2\]: the forward returned {count} auxiliary"):
         ChosenLayers((1, 2)).added_to({}, forward)
@@ -206,6 +207,16 @@ def test_layers_changed_under_a_running_engine_cost_its_requests_and_generation_
     stage.session.flush(BOUND_S, still_running=())
     [failure] = stage.session.report()["delivery"]["failures"].values()
     assert "returned 1 auxiliary hidden states" in failure
+
+
+@pytest.mark.parametrize("broken", [lambda rows: rows[:-1], lambda rows: rows.repeat(2, 1), lambda rows: rows.tolist()])
+def test_a_layer_without_a_row_per_token_costs_the_steps_requests(stages, broken):
+    stage = stages((1, 2), on_error=OnError.ISOLATE, tap=False)
+    stage.runner.broken = broken
+    stage.step(fake.scheduled(new=[("a-00000001", PROMPT, [1, 2, 3], 0, 10)]))
+    stage.session.flush(BOUND_S, still_running=())
+    [failure] = stage.session.report()["delivery"]["failures"].values()
+    assert "'hidden_states.layer_1' is" in failure
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------------
@@ -289,7 +300,7 @@ def test_a_key_the_model_declares_itself_is_refused(kind):
 
 
 def test_a_key_the_model_hands_out_undeclared_is_an_error():
-    forward = SimpleNamespace(aux_hidden_states=[torch.zeros(1, 4)])
+    forward = SimpleNamespace(hidden_states=torch.zeros(1, 4), aux_hidden_states=[torch.zeros(1, 4)])
     with pytest.raises(LayersNotCapturedError, match=r"hands out 'hidden_states\.layer_2' itself"):
         ChosenLayers((2,)).added_to({layer_key(2): torch.zeros(1)}, forward)
 

@@ -15,6 +15,7 @@ from omni_core.integrations.vllm.session import StageSession, stage_session
 from omni_core.integrations.vllm.settings import OmniSettings, OnError
 from omni_core.integrations.vllm.tap import install_tap
 from omni_core.prefix_cache.config import HIDDEN_KEY
+from omni_core.prefix_cache.errors import OmniPrefixCacheStagingTimeoutError
 from omni_core.prefix_cache.gate import GateDecision, GateStatus
 from omni_core.sinks.base import RequestEnd
 from omni_core.sinks.errors import UnknownRequestError, UnknownSinkError
@@ -259,6 +260,58 @@ def test_a_step_too_large_for_staging_costs_its_requests_only(stages):
     assert stage.session.report()["off_reason"] is None
     assert "StepTooLargeError" in stage.session.report()["delivery"]["failures"]["a-00000001"]
     assert stage.stored("b-00000002").hidden_states.tolist() == expected(OTHER)
+
+
+@pytest.mark.parametrize("outputs", [None, ["codes"], "codes"])
+def test_outputs_that_are_no_mapping_cost_the_steps_requests(stages, monkeypatch, outputs):
+    stage = stages(on_error=OnError.ISOLATE)
+    monkeypatch.setattr(stage.runner.model, "take_stage_outputs", lambda: outputs)
+    stage.step(fake.scheduled(new=[("a-00000001", PROMPT, [1, 2, 3], 0, 10)]))
+    stage.session.flush(BOUND_S, still_running=())
+    assert "not a mapping of outputs" in stage.session.report()["delivery"]["failures"]["a-00000001"]
+    assert stage.session.report()["off_reason"] is None
+
+
+def test_an_error_without_a_text_costs_no_more_than_another(stages, monkeypatch):
+    class SpeechlessError(RuntimeError):
+        def __str__(self):
+            raise ValueError("no text")
+
+    def broken():
+        raise SpeechlessError
+
+    stage = stages(on_error=OnError.ISOLATE)
+    monkeypatch.setattr(stage.runner.model, "take_stage_outputs", broken)
+    stage.step(fake.scheduled(new=[("a-00000001", PROMPT, [1, 2, 3], 0, 10)]))
+    stage.session.flush(BOUND_S, still_running=())
+    assert "SpeechlessError, whose text cannot be had" in stage.session.report()["delivery"]["failures"]["a-00000001"]
+
+
+def test_a_step_that_finds_no_staging_slot_in_time_is_waited_for_once(stages, monkeypatch):
+    stage, waits = stages(on_error=OnError.ISOLATE), []
+
+    def stuck(*args, **kwargs):
+        waits.append(1)
+        raise OmniPrefixCacheStagingTimeoutError("no slot came free")
+
+    monkeypatch.setattr(stage.session.cache, "save_outputs", stuck)
+    stage.step(fake.scheduled(new=[("a-00000001", PROMPT, [1, 2, 3], 0, 6)]))
+    stage.step(fake.scheduled(running=[("a-00000001", 6, 4, None)]), a_00000001=21)
+    assert len(waits) == 1
+    assert "no slot came free" in stage.session.report()["off_reason"]
+
+
+def test_requests_that_start_in_the_step_that_turns_the_cache_off_are_told_why(stages, monkeypatch):
+    stage = stages(on_error=OnError.ISOLATE)
+
+    def broken(*args):
+        raise ValueError("the tables are gone")
+
+    monkeypatch.setattr(stage.session.cache, "new_step_starts", broken)
+    stage.step(fake.scheduled(new=[("a-00000001", PROMPT, [1, 2, 3], 0, 6)]))
+    stage.session.flush(BOUND_S, still_running=())
+    with pytest.raises(UnknownRequestError, match="the cache was turned off: new_step_starts: ValueError"):
+        stage.stored("a-00000001")
 
 
 def test_steps_that_keep_failing_turn_the_cache_off(stages):

@@ -113,3 +113,10 @@ def test_a_section_that_is_not_a_mapping_is_refused():
 def test_settings_cannot_be_changed():
     with pytest.raises(AttributeError):
         read(enabled=True).enabled = False
+
+
+@pytest.mark.parametrize("name", ["staging_claim_timeout_s", "join_timeout_s", "shutdown_timeout_s"])
+@pytest.mark.parametrize("value", [0, -1, float("nan"), float("inf"), 1e10, 10**400, True, "5"])
+def test_a_time_nobody_can_wait_for_is_refused(name, value):
+    with pytest.raises(SettingsError, match=rf"{name}=.*at most 31536000"):
+        read(**{name: value})

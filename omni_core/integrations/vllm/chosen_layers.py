@@ -44,6 +44,8 @@ class AuxiliaryLayersModel(Protocol):
 class ForwardState(Protocol):
     """The part of vLLM's `ExecuteModelState` that is used here."""
 
+    hidden_states: torch.Tensor
+    """`(num_tokens_padded, hidden_size)`."""
     aux_hidden_states: Sequence[torch.Tensor] | None
     """One `(num_tokens_padded, hidden_size)` per layer, in ascending order."""
 
@@ -91,8 +93,8 @@ class ChosenLayers:
             forward: what the step's forward left behind.
 
         Raises:
-            LayersNotCapturedError: the forward returned another number of layers, or the model handed out a key of
-                theirs.
+            LayersNotCapturedError: the forward returned another number of layers or of rows, or the model handed out a
+                key of theirs.
         """
         if not self.layers:
             return outputs
@@ -102,6 +104,14 @@ class ChosenLayers:
                 f"{SECTION}.layers={list(self.layers)}: the forward returned {len(captured)} auxiliary hidden states; "
                 "something else changed the model's layers after it was loaded"
             )
+        num_rows = forward.hidden_states.shape[0]
+        for key, value in zip(self.keys, captured, strict=True):
+            if not isinstance(value, torch.Tensor) or value.dim() != 2 or value.shape[0] != num_rows:
+                found = f"shape {list(value.shape)}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
+                raise LayersNotCapturedError(
+                    f"{SECTION}.layers={list(self.layers)}: {key!r} is {found} where the forward has {num_rows} rows; "
+                    "the model does not give one row per token here"
+                )
         rows = dict(zip(self.keys, captured, strict=True))
         taken = rows.keys() & outputs.keys()
         if taken:

@@ -27,12 +27,12 @@ from omni_core.integrations.vllm.accepted_tokens import (
 )
 from omni_core.integrations.vllm.builder import BuiltStep, StageBuilder, StartedRequest
 from omni_core.integrations.vllm.chosen_layers import ChosenLayers
+from omni_core.integrations.vllm.delivery_log import error_text
 from omni_core.integrations.vllm.errors import StepNotSavedError
 from omni_core.integrations.vllm.settings import OnError
 from omni_core.integrations.vllm.step_events import SchedulerOutput, step_events
 from omni_core.integrations.vllm.versions import StageOutputsModel, StepArrays, prompt_token_ids, step_arrays
 from omni_core.prefix_cache.errors import (
-    OmniPrefixCacheStagingTimeoutError,
     OmniPrefixCacheUnmatchError,
     StepTooLargeError,
 )
@@ -43,8 +43,9 @@ _LOG = logging.getLogger(__name__)
 MAX_FAILED_STEPS_IN_A_ROW = 16
 """So many steps may fail one after the other before the cache is turned off: then it is not the requests'."""
 
-_STEP_ERRORS = (OmniPrefixCacheUnmatchError, StepTooLargeError, OmniPrefixCacheStagingTimeoutError)
-"""What `save_outputs` says of a step it cannot take; nothing was changed, and the next step may be fine."""
+_STEP_ERRORS = (OmniPrefixCacheUnmatchError, StepTooLargeError)
+"""What `save_outputs` says of a step it cannot take; nothing was changed, and the next step may be fine. A staging slot
+that does not come free is none of them: every further step would wait for one as long."""
 
 
 class StepCache(Protocol):
@@ -143,10 +144,9 @@ class StepHooks:
         """Tell the cache and the builder what the step starts with. Never blocks."""
         if self._off_reason is None:
             self._guarded("new_step_starts", lambda: self._begin(scheduler_output))
-        elif scheduler_output.scheduled_new_reqs:
+        if self._off_reason is not None and scheduler_output.scheduled_new_reqs:
             # Each request has its last word all the same: why it has no rows.
-            self._tell_builder(scheduler_output)
-            self._builder.fail_open_requests(f"the cache was turned off: {self._off_reason}")
+            self._fail_new_requests(scheduler_output, f"the cache was turned off: {self._off_reason}")
 
     def after_forward(self, runner: Any, scheduler_output: SchedulerOutput) -> None:
         """Save the rows of the forward that has just run, if one ran and this rank has its outputs.
@@ -180,6 +180,11 @@ class StepHooks:
         self._cache.new_step_starts(step_events(scheduler_output, self._group_index))
         self._tell_builder(scheduler_output)
 
+    def _fail_new_requests(self, scheduler_output: SchedulerOutput, reason: str) -> None:
+        ids = [new.req_id for new in scheduler_output.scheduled_new_reqs]
+        self._builder.news([StartedRequest(req_id, None, 0) for req_id in ids], scheduler_output.finished_req_ids)
+        self._builder.fail_open_requests(reason)
+
     def _tell_builder(self, scheduler_output: SchedulerOutput) -> None:
         started = [
             StartedRequest(new.req_id, prompt_token_ids(new), new.num_computed_tokens)
@@ -203,9 +208,11 @@ class StepHooks:
         try:
             arrays = step_arrays(runner, scheduler_output, self._group_index)
             outputs = {} if self._stage_outputs is None else self._stage_outputs.take_stage_outputs()
+            if not isinstance(outputs, Mapping):
+                raise TypeError(f"take_stage_outputs() returned a {type(outputs).__name__}, not a mapping of outputs")
             outputs = self._layers.added_to(outputs, runner.execute_model_state)
         except Exception as error:
-            raise StepNotSavedError(f"its outputs could not be taken: {type(error).__name__}: {error}") from error
+            raise StepNotSavedError(f"its outputs could not be taken: {error_text(error)}") from error
         self._current.set(arrays)
         may_wait = self._builder.room_for_step()
         try:
@@ -217,7 +224,7 @@ class StepHooks:
                 carry_owed=may_wait,
             )
         except _STEP_ERRORS as error:
-            raise StepNotSavedError(f"{type(error).__name__}: {error}") from error
+            raise StepNotSavedError(error_text(error)) from error
         self._failed_in_a_row = 0
         saved = _UnsampledStep(step_id, arrays, may_wait)
         if arrays.num_draft_tokens is None:
@@ -246,7 +253,7 @@ class StepHooks:
         except Exception as error:
             if self._on_error is OnError.RAISE:
                 raise
-            self._off_reason = f"{call}: {type(error).__name__}: {error}"
+            self._off_reason = f"{call}: {error_text(error)}"
             self._unsampled = None
             _LOG.exception(
                 "Omni Core is off for this stage from here on; generation goes on without it (on_error='isolate'). "

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import difflib
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from enum import Enum
@@ -14,6 +13,10 @@ from omni_core.integrations.vllm.errors import SettingsError
 
 SECTION = "omni_core"
 """The key of our section in `additional_config`."""
+
+
+MAX_TIMEOUT_S = 31_536_000
+"""A year. Python's locks cannot wait for much longer, and nobody means to."""
 
 
 class OnError(Enum):
@@ -131,8 +134,8 @@ def _checked(name: str, value: Any) -> Any:
             choices = [one.value for one in OnError]
             return OnError(_require(name, value, value in choices, " or ".join(map(repr, choices))))
         case _:
-            ok = (_is_int(value) or isinstance(value, float)) and math.isfinite(value) and value > 0
-            return float(_require(name, value, ok, "a positive, finite number of seconds"))
+            ok = (_is_int(value) or isinstance(value, float)) and 0 < value <= MAX_TIMEOUT_S
+            return float(_require(name, value, ok, f"a number of seconds above 0 and at most {MAX_TIMEOUT_S}"))
 
 
 def _is_int(value: Any) -> bool:
