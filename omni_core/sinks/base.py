@@ -82,8 +82,8 @@ class SinkRequestEnd:
     client_req_id: str | None
     end: RequestEnd
     missing: tuple[TokenRange, ...] = ()
-    """Positions that were not delivered: computed ones, and those of the prompt that were not computed before the end.
-    Empty for a whole request."""
+    """Positions whose hidden rows were not delivered: computed ones, and those of the prompt that were not computed
+    before the end. Of other keys a row may have come. Empty for a whole request."""
     error: str | None = None
     """Why the request could not be served (FAILED)."""
     sample: PossibleSample | None = None

@@ -41,7 +41,8 @@ class StoredRequest:
     ranges: tuple[TokenRange, ...]
     """Positions kept, ascending, disjoint and not adjacent: one range for a whole request."""
     missing: tuple[TokenRange, ...]
-    """Positions that were not delivered: computed ones, and those of the prompt not computed before the end."""
+    """Positions whose hidden rows were not delivered: computed ones, and those of the prompt not computed before the
+    end. Of other keys a row may be there."""
     rows: Mapping[str, torch.Tensor]
     """Key → CPU tensor `(num_rows, *trailing)`; row `i` belongs to the `i`-th position of `ranges_of(key)`."""
     token_ids: npt.NDArray[np.int64]
@@ -49,7 +50,8 @@ class StoredRequest:
     key_ranges: Mapping[str, tuple[TokenRange, ...]] = field(default_factory=dict)
     """Keys that came with some deliveries only, with the positions they cover."""
     leftovers: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    """Outputs without a row per token: the values in the order they came."""
+    """Outputs without a row per token: the values in the order they came. Those of a step that was put off are not
+    among them, which `missing` and `complete` do not tell."""
     sample: PossibleSample | None = None
     """What the id says if this is one of several samples of one client's request."""
     use: int = 0
@@ -77,7 +79,10 @@ class StoredRequest:
 
     @property
     def hidden_states(self) -> torch.Tensor:
-        """`rows[HIDDEN_KEY]`, `(num_rows, hidden_size)`.
+        """`rows[HIDDEN_KEY]`, `(n, hidden_size)`: row `i` belongs to the `i`-th position of `ranges_of(HIDDEN_KEY)`.
+
+        Those are the positions of `ranges`, so `n` is `num_rows`, unless other keys came for more positions: a policy
+        without full hidden states delivers none behind a prefix hit.
 
         Raises:
             UnknownRequestError: the stage delivered no hidden rows for this request.
@@ -227,6 +232,7 @@ class _Collector:
         ranges = merge_ranges(chunk.span for chunk in self._chunks)
         if end.end in (RequestEnd.FINISHED, RequestEnd.FLUSHED):
             self._check_whole(ranges, end.missing)
+            self._check_not_delivered(end.missing)
         pieces: dict[str, list[torch.Tensor]] = {}
         spans: dict[str, list[TokenRange]] = {}
         for chunk in self._chunks:
@@ -244,16 +250,24 @@ class _Collector:
         )
 
     def _check_whole(self, ranges: Sequence[TokenRange], missing: Sequence[TokenRange]) -> None:
-        for (_, stop), (start, _) in pairwise(sorted((*ranges, *missing))):
-            if start > stop:
+        known = sorted((*ranges, *missing))
+        accounted_upto = known[0][0] if known else 0
+        for start, stop in known:
+            if start > accounted_upto:
                 raise RowsGapError(
-                    f"request {self._req_id!r}: positions [{stop}, {start}) were neither delivered nor reported "
-                    f"missing (delivered {list(ranges)}, missing {list(missing)})"
+                    f"request {self._req_id!r}: positions [{accounted_upto}, {start}) were neither delivered nor "
+                    f"reported missing (delivered {list(ranges)}, missing {list(missing)})"
                 )
+            accounted_upto = max(accounted_upto, stop)
+
+    def _check_not_delivered(self, missing: Sequence[TokenRange]) -> None:
+        """`missing` speaks of hidden rows: where they are missing, rows of other keys may have come."""
+        hidden = merge_ranges(chunk.span for chunk in self._chunks if HIDDEN_KEY in chunk.rows)
+        for (_, stop), (start, _) in pairwise(sorted((*hidden, *missing))):
             if start < stop:
                 raise RowsMismatchError(
                     f"request {self._req_id!r}: positions [{start}, {stop}) are reported missing but were delivered, "
-                    f"or reported twice (delivered {list(ranges)}, missing {list(missing)})"
+                    f"or reported twice (delivered {list(hidden)}, missing {list(missing)})"
                 )
 
 
@@ -325,7 +339,7 @@ class RequestJoiner:
 
         Raises:
             RowsGapError: positions in the middle were neither delivered nor declared missing.
-            RowsMismatchError: a position is both delivered and missing.
+            RowsMismatchError: a position is missing though its hidden row was delivered.
             RequestEndedError: the request has ended before.
         """
         if end.key in self._ended:

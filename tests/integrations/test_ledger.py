@@ -45,7 +45,7 @@ def test_tokens_far_beyond_the_prompt_are_kept():
 def test_a_whole_request_misses_nothing():
     one = ledger(skipped=3)
     ran(one, 3, 13)
-    one.note_fed([(0, 4)])
+    one.note_fed([(0, 4)], with_hidden=True)
     assert one.missing(whole_prefix=True) == ()
     assert one.rows_fed == 4
 
@@ -55,9 +55,18 @@ def test_undelivered_positions_are_missing():
     ran(one, 0, 10, 11, 12, 13)
     ran(one, 4, 20)
     ran(one, 5, 21)
-    one.note_fed([(0, 2)])
-    one.note_fed([(4, 5)])
+    one.note_fed([(0, 2)], with_hidden=True)
+    one.note_fed([(4, 5)], with_hidden=True)
     assert one.missing(whole_prefix=True) == ((2, 4), (5, 6))
+
+
+def test_a_position_of_which_only_another_key_came_is_missing_and_yet_a_row_of_it_was_fed():
+    one = ledger()
+    ran(one, 0, 10, 11, 12, 13)
+    one.note_fed([(0, 3)], with_hidden=False)
+    one.note_fed([(3, 4)], with_hidden=True)
+    assert one.missing(whole_prefix=True) == ((0, 3),)
+    assert one.rows_fed == 4
 
 
 @pytest.mark.parametrize(("whole_prefix", "expected"), [(True, ((0, 4),)), (False, ((3, 4),))])
@@ -82,7 +91,7 @@ def test_missing_is_what_was_computed_and_not_delivered_in_any_order(runs, rando
         at += length
     random.shuffle(delivered)
     for span in delivered:
-        one.note_fed([span])
+        one.note_fed([span], with_hidden=True)
     reported = one.missing(whole_prefix=True)
     assert {position for start, stop in reported for position in range(start, stop)} == missing
     assert all(stop < start for (_, stop), (start, _) in pairwise(reported))

@@ -159,6 +159,24 @@ def test_a_position_both_delivered_and_missing_is_an_error(kept, make):
         kept.sink.finish(make.ended("r", missing=[(6, 8)]))
 
 
+def test_where_hidden_rows_are_missing_those_of_another_key_are_kept(kept, make):
+    kept.sink.accept(make.delivery("r", (0, 6)))
+    kept.sink.accept(make.delivery("r", (6, 10), keys=("codes",)))
+    kept.sink.accept(make.delivery("r", (10, 11)))
+    kept.sink.finish(make.ended("r", missing=[(6, 10)]))
+    stored = kept.read("r")
+    assert (stored.ranges, stored.missing, stored.complete) == (((0, 11),), ((6, 10),), False)
+    assert stored.ranges_of(HIDDEN_KEY) == ((0, 6), (10, 11))
+    assert torch.equal(stored.rows["codes"], make.row_values("r", "codes", range(6, 10)))
+
+
+def test_a_gap_behind_a_position_that_is_missing_is_still_seen(kept, make):
+    kept.sink.accept(make.delivery("r", (0, 6), keys=("codes",)))
+    kept.sink.accept(make.delivery("r", (8, 9)))
+    with pytest.raises(RowsGapError, match=r"\[6, 8\)"):
+        kept.sink.finish(make.ended("r", missing=[(1, 3)]))
+
+
 def test_a_tail_only_stage_keeps_its_absolute_range(kept, make):
     kept.sink.accept(make.delivery("r", (8, 12)))
     kept.sink.finish(make.ended("r"))

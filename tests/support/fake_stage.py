@@ -17,7 +17,7 @@ from omni_core.runtime import ThreadingRuntime
 class FakeStage:
     """Sixteen blocks of four tokens; `settings` as an operator gives them."""
 
-    def __init__(self, *, tap=False, model=None, **settings):
+    def __init__(self, *, tap=False, model=None, policy=None, **settings):
         self.settings = OmniSettings(enabled=True, **({"on_error": OnError.RAISE} | settings))
         config = PrefixCacheConfig(
             num_blocks=16,
@@ -31,7 +31,7 @@ class FakeStage:
         self.parts = StageParts(
             self.settings,
             config,
-            ModelCachePolicy(),
+            policy or ModelCachePolicy(),
             model=self.runner.model,
             device=self.runner.device,
             group_index=0,

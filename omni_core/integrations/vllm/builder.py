@@ -3,8 +3,9 @@
 
 Two threads stand between the engine and the sink. The builder's waits for the cache only, in bounded time; the
 feeder's (`sink_feeder`) waits for the sink. At most `max_open_steps` steps wait for the builder, and `max_queue_bytes`
-of rows for the sink. A step for which there is no room is given up. It is not lost: the cache delivers its rows with a
-later step of the same requests, and what never comes is reported as missing or failed when the request ends.
+of rows for the sink. A step for which there is no room is given up. Its rows are not lost: the cache delivers them with
+a later step of the same requests, and what never comes is reported as missing or failed when the request ends. Its
+leftovers (outputs without a row per token) are lost, as no cache stores them.
 """
 
 from __future__ import annotations
@@ -173,7 +174,7 @@ class StageBuilder:
         self._enqueue(_Step(step))
 
     def give_up(self, step: BuiltStep) -> None:
-        """Take note of a step that was discarded: its tokens label rows that come later."""
+        """Take note of a step that was discarded: its tokens label rows that come later. Its leftovers do not come."""
         self._log.count(Count.STEPS_GIVEN_UP)
         self._enqueue(_StepGivenUp(step))
 

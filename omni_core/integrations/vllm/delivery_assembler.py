@@ -12,6 +12,7 @@ from omni_core.integrations.vllm.ledger import RequestLedger
 from omni_core.integrations.vllm.pieces import pieces_of
 from omni_core.integrations.vllm.request_ids import ClientRequest
 from omni_core.integrations.vllm.sink_feeder import FedStep, SinkFeeder
+from omni_core.prefix_cache.config import HIDDEN_KEY
 from omni_core.prefix_cache.outputs import RequestRows
 from omni_core.sinks.base import RequestEnd, SinkDelivery, SinkRequestEnd
 
@@ -168,7 +169,7 @@ class DeliveryAssembler:
             for piece in pieces
         ]
         for piece in pieces:
-            ledger.note_fed(piece.ranges)
+            ledger.note_fed(piece.ranges, with_hidden=HIDDEN_KEY in piece.rows)
         return deliveries
 
     def _end(self, ledger: RequestLedger, end: RequestEnd) -> None:

@@ -46,7 +46,7 @@ class RequestLedger:
         self.num_skipped_tokens = num_skipped_tokens
         self.use = use
         self.rows_fed = 0
-        """Rows on their way to the sink, or there."""
+        """Rows of any key on their way to the sink, or there."""
         self.failure: str | None = None
         """Why the sink sees no more of this request, once it has failed."""
         self._num_prompt_tokens = 0
@@ -93,11 +93,18 @@ class RequestLedger:
         self._tokens[first:stop] = token_ids
         self._promised = _union(self._promised, (first, stop))
 
-    def note_fed(self, ranges: Sequence[TokenRange]) -> None:
-        """The rows of `ranges` are on their way to the sink."""
+    def note_fed(self, ranges: Sequence[TokenRange], *, with_hidden: bool) -> None:
+        """Rows of `ranges` are on their way to the sink.
+
+        Args:
+            ranges: their positions.
+            with_hidden: whether the hidden rows are among them. Every forward has those, so a position of which only
+                another key came is still missing.
+        """
         for one in ranges:
-            self._fed = _union(self._fed, one)
             self.rows_fed += one[1] - one[0]
+            if with_hidden:
+                self._fed = _union(self._fed, one)
 
     def token_ids(self, ranges: Sequence[TokenRange]) -> npt.NDArray[np.int64]:
         """`(num_rows,)`: the token at each position of `ranges`, in order."""
@@ -106,7 +113,7 @@ class RequestLedger:
         return np.concatenate([self._tokens[start:stop] for start, stop in ranges])
 
     def missing(self, *, whole_prefix: bool) -> tuple[TokenRange, ...]:
-        """Positions that ought to have come and did not; none for a request that never ran.
+        """Positions whose hidden rows ought to have come and did not; none for a request that never ran.
 
         Computed and not fed, or of the prompt and not computed.
 

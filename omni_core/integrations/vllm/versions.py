@@ -38,7 +38,8 @@ class StageOutputsModel(Protocol):
 
         A tensor with one row per token (padding rows at the end may be left out) is stored and joined like the hidden
         state; a list with one element per request of the batch gives each request its element; anything else is handed
-        whole to every request of the step. Profile and dummy runs also forward, and nothing is taken after them: keep
+        whole to every request of the step. The latter two are not stored: of a step whose delivery was put off they do
+        not come later, as rows do. Profile and dummy runs also forward, and nothing is taken after them: keep
         the last forward's outputs only. Set them outside of a compiled region.
         """
         ...
