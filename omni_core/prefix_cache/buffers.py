@@ -14,6 +14,8 @@ from omni_core.runtime import Runtime
 
 _GRANULE_BYTES = 1 << 16
 """Buffers are sized in steps of this, so that steps of slightly different size share them."""
+_SMALL_GRANULE_BYTES = 1 << 12
+"""The same for buffers below `_GRANULE_BYTES`: many of them may wait for a slow consumer at one time."""
 _MAX_WASTE_FACTOR = 2
 """A free buffer serves a request of at least this fraction of its size."""
 
@@ -53,7 +55,9 @@ class HostBufferPool:
 
     def lease(self, shape: Sequence[int], dtype: torch.dtype) -> HostBuffer:
         """A buffer that holds at least `shape` of `dtype`; its content is undefined."""
-        nbytes = max(1, -(-tensor_nbytes(shape, dtype) // _GRANULE_BYTES)) * _GRANULE_BYTES
+        needed = tensor_nbytes(shape, dtype)
+        granule = _GRANULE_BYTES if needed > _GRANULE_BYTES else _SMALL_GRANULE_BYTES
+        nbytes = max(1, -(-needed // granule)) * granule
         with self._lock:
             at = bisect.bisect_left(self._free, nbytes, key=lambda buffer: buffer.nbytes)
             if at < len(self._free) and self._free[at].nbytes <= nbytes * _MAX_WASTE_FACTOR:

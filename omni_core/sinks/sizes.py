@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,21 @@ def delivery_nbytes(delivery: SinkDelivery) -> int:
         + int(delivery.token_ids.nbytes)
         + leftover_nbytes(delivery.leftovers)
     )
+
+
+def held_nbytes(deliveries: Iterable[SinkDelivery]) -> int:
+    """Bytes that deliveries keep alive while they wait: as `delivery_nbytes`, but whole buffers instead of rows.
+
+    The rows of a step are pieces of one buffer per key, which is larger than they are and stays as long as one of them.
+    """
+    buffers: dict[int, int] = {}
+    nbytes = 0
+    for delivery in deliveries:
+        nbytes += delivery_nbytes(delivery) - rows_nbytes(delivery.rows)
+        for tensor in delivery.rows.values():
+            storage = tensor.untyped_storage()
+            buffers[storage.data_ptr()] = storage.nbytes()
+    return nbytes + sum(buffers.values())
 
 
 def rows_nbytes(rows: Mapping[str, torch.Tensor]) -> int:

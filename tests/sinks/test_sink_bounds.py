@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from omni_core.prefix_cache.config import HIDDEN_KEY
-from omni_core.sinks.base import RequestEnd
+from omni_core.sinks.base import RequestEnd, SinkDelivery
 from omni_core.sinks.errors import (
     DuplicateRowsError,
     InvalidSinkOptionError,
@@ -19,7 +19,7 @@ from omni_core.sinks.errors import (
 )
 from omni_core.sinks.memory import MemorySink
 from omni_core.sinks.safetensors_files import SafetensorsSink, read_request_file, request_files
-from omni_core.sinks.sizes import ENTRY_BYTES, delivery_nbytes
+from omni_core.sinks.sizes import ENTRY_BYTES, delivery_nbytes, held_nbytes
 
 ROW_BYTES = 3 * 4 + 8
 """Three float32 numbers and the token id."""
@@ -210,3 +210,18 @@ def test_the_limits_are_numbers_also_if_nobody_sets_them(kind, tmp_path):
         kind.limited(tmp_path, 0)
     with pytest.raises(InvalidSinkOptionError, match=f"{kind.limit_name}=None"):
         kind.limited(tmp_path, None)
+
+
+def test_deliveries_that_wait_hold_whole_buffers_each_once():
+    """The rows of a step are pieces of one buffer per key; it stays as long as one of them waits."""
+    buffer = torch.zeros(1000, 3)
+    pieces = [delivery_of(f"r{index}", buffer[2 * index : 2 * index + 2]) for index in range(3)]
+    rows = sum(piece.rows[HIDDEN_KEY].nbytes for piece in pieces)
+    assert held_nbytes(pieces) == sum(map(delivery_nbytes, pieces)) - rows + buffer.nbytes
+    assert held_nbytes(pieces[:1]) > buffer.nbytes
+    assert held_nbytes([]) == 0
+
+
+def delivery_of(req_id, rows):
+    positions = len(rows)
+    return SinkDelivery(req_id, None, 0, ((0, positions),), {HIDDEN_KEY: rows}, np.arange(positions))

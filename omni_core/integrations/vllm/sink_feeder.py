@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from omni_core.integrations.vllm.delivery_log import Count, DeliveryLog, error_text
 from omni_core.runtime import Runtime
 from omni_core.sinks.base import RequestKey, SinkDelivery, SinkRequestEnd, StageSink
-from omni_core.sinks.sizes import ENTRY_BYTES, delivery_nbytes
+from omni_core.sinks.sizes import ENTRY_BYTES, held_nbytes
 
 _MAX_ROWLESS_ENDS = 1024
 """Most last words on requests without a row that wait for the sink. There may be more such requests than any queue
@@ -79,7 +79,7 @@ class SinkFeeder:
 
     def feed(self, step: FedStep) -> None:
         """Queue a step's deliveries, in order. Never blocks."""
-        self._append(_Entry(step, sum(map(delivery_nbytes, step.deliveries))))
+        self._append(_Entry(step, held_nbytes(step.deliveries)))
 
     def end(self, end: SinkRequestEnd) -> None:
         """Queue the last word on a request of which rows were fed. Never blocks; as many as requests with rows."""

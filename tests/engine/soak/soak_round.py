@@ -117,6 +117,7 @@ def state(engine, rows):
         "files": len(os.listdir("/proc/self/fd")),
         "partial_files": len(list(rows.glob(".partial-*"))),
         "resident_bytes": resident_bytes(),
+        "recycled_bytes": engine.session.cache.stats().recycled_bytes,
     }
 
 
