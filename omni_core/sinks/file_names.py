@@ -15,6 +15,7 @@ PARTIAL_PREFIX = ".partial-"
 """Files being written. A crashed run leaves them behind; nothing reads them."""
 
 _UNSAFE = re.compile(r"[^A-Za-z0-9_-]")
+_USE_AND_SUFFIX = re.compile(rf"(-[1-9][0-9]*)?{re.escape(RESULT_SUFFIX)}")
 _MAX_READABLE_CHARS = 80
 _DIGEST_CHARS = 32
 
@@ -29,3 +30,9 @@ def request_file_stem(req_id: str, use: int = 0) -> str:
     digest = hashlib.sha256(req_id.encode("utf-8", "surrogatepass")).hexdigest()[:_DIGEST_CHARS]
     stem = f"{RESULT_PREFIX}{_UNSAFE.sub('_', req_id[:_MAX_READABLE_CHARS])}-{digest}"
     return stem if use == 0 else f"{stem}-{use + 1}"
+
+
+def is_file_name_of(name: str, req_id: str) -> bool:
+    """Whether a result file of this name is that of a request with this internal id, of whichever use. Pure."""
+    stem = request_file_stem(req_id)
+    return name.startswith(stem) and _USE_AND_SUFFIX.fullmatch(name, len(stem)) is not None

@@ -13,16 +13,20 @@ import torch
 
 from omni_core.prefix_cache.config import HIDDEN_KEY
 from omni_core.prefix_cache.outputs import TokenRange
-from omni_core.sinks.base import PossibleSample, RequestEnd, SinkRequestEnd
+from omni_core.sinks.base import RequestEnd, SinkRequestEnd
 from omni_core.sinks.errors import InvalidRequestFileError
 from omni_core.sinks.request_index import RequestNames
-from omni_core.sinks.rows import CollectedRequest, StoredRequest, positions_of
+from omni_core.sinks.rows import CollectedRequest, StoredRequest
 from omni_core.sinks.safetensors_format import safetensors_parts
 
 FORMAT_NAME = "omni-core.request"
 FORMAT_VERSION = 1
 HIDDEN_TENSOR = "hidden_states"
 TOKEN_IDS_TENSOR = "token_ids"
+
+MALFORMED = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
+"""What reading JSON raises that is none, or that holds other values than those written here: wrong types, numbers of
+any size, any depth."""
 
 _KEY_TENSOR_PREFIX = "key:"
 _RESERVED_TENSORS = frozenset({HIDDEN_TENSOR, TOKEN_IDS_TENSOR, "__metadata__"})
@@ -88,7 +92,7 @@ def read_request_bytes(content: bytes) -> StoredRequest:
         header_bytes = int.from_bytes(content[:_HEADER_LENGTH_BYTES], "little")
         header = json.loads(content[_HEADER_LENGTH_BYTES : _HEADER_LENGTH_BYTES + header_bytes])
         return stored_request(tensors, checked_metadata(source, header.get("__metadata__", {})))
-    except (SafetensorError, ValueError, KeyError, TypeError) as error:
+    except (SafetensorError, *MALFORMED) as error:
         raise InvalidRequestFileError(f"{source}: not a whole request file: {error}") from error
 
 
@@ -154,30 +158,31 @@ def names_in(values: Mapping[str, Any]) -> RequestNames:
     Raises:
         KeyError, TypeError: the values are not a request file's.
     """
-    return RequestNames(values["req_id"], values["client_req_id"], _sample(values.get("sample")))
+    return RequestNames.from_json({"sample": None} | dict(values))
 
 
 def stored_request(tensors: Mapping[str, torch.Tensor], values: Mapping[str, Any]) -> StoredRequest:
     """The request of a file, from its tensors by name and the values of its metadata.
 
     Raises:
-        KeyError, TypeError, ValueError: they do not belong together.
+        One of `MALFORMED`: they do not belong together.
     """
+    names = names_in(values)
     stored = StoredRequest(
-        req_id=values["req_id"],
-        client_req_id=values["client_req_id"],
+        req_id=names.req_id,
+        client_req_id=names.client_req_id,
         end=RequestEnd(values["end"]),
         ranges=_ranges(values["ranges"]),
         missing=_ranges(values["missing"]),
         rows={key: tensors[name] for name, key in values["keys"].items()},
         token_ids=np.asarray(tensors[TOKEN_IDS_TENSOR].numpy(), dtype=np.int64),
         key_ranges={key: _ranges(covered) for key, covered in values["key_ranges"].items()},
-        sample=_sample(values.get("sample")),
+        sample=names.sample,
         use=int(values.get("use", 0)),
     )
     counts = {key: len(rows) for key, rows in stored.rows.items()} | {TOKEN_IDS_TENSOR: len(stored.token_ids)}
     for key, count in counts.items():
-        expected = len(positions_of(stored.ranges_of(key)))
+        expected = sum(stop - start for start, stop in stored.ranges_of(key))
         if count != expected:
             raise ValueError(f"{key!r} has {count} rows for {expected} positions")
     return stored
@@ -193,8 +198,7 @@ def _tensor_name(key: str) -> str:
 
 
 def _ranges(pairs: Sequence[Sequence[int]]) -> tuple[TokenRange, ...]:
-    return tuple((int(start), int(stop)) for start, stop in pairs)
-
-
-def _sample(fields: Mapping[str, Any] | None) -> PossibleSample | None:
-    return None if fields is None else PossibleSample(**fields)
+    ranges = tuple((int(start), int(stop)) for start, stop in pairs)
+    if any(not 0 <= start < stop for start, stop in ranges):
+        raise ValueError(f"{pairs!r:.100}: a range holds no position")
+    return ranges

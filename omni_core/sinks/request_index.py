@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from omni_core.sinks.base import PossibleSample
 
 K = TypeVar("K", bound=Hashable)
+V = TypeVar("V", str, int)
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +20,25 @@ class RequestNames:
     req_id: str
     client_req_id: str | None
     sample: PossibleSample | None
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> RequestNames:
+        """The names in a JSON object that has the fields of this class. Pure; any thread.
+
+        Raises:
+            KeyError: a field is not there.
+            TypeError: a value is of another type.
+        """
+        sample = fields["sample"]
+        return cls(
+            _checked(str, fields["req_id"]),
+            None if fields["client_req_id"] is None else _checked(str, fields["client_req_id"]),
+            None
+            if sample is None
+            else PossibleSample(
+                _checked(str, sample["client_req_id"]), _checked(str, sample["group"]), _checked(int, sample["index"])
+            ),
+        )
 
 
 @dataclass(slots=True)
@@ -105,6 +125,12 @@ class RequestIndex(Generic[K]):
             if len(group.indices_seen) > 1:
                 found.update(group.keys)
         return found
+
+
+def _checked(wanted: type[V], value: object) -> V:
+    if type(value) is not wanted:
+        raise TypeError(f"{value!r:.100}: must be of type {wanted.__name__}")
+    return value
 
 
 def _remove(index: dict[str, dict[K, None]], name: str, key: K) -> None:

@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -25,6 +26,7 @@ from omni_core.sinks.options import checked_bool, checked_count, checked_path
 from omni_core.sinks.request_content import (
     FORMAT_NAME,
     FORMAT_VERSION,
+    MALFORMED,
     checked_metadata,
     metadata_of,
     names_in,
@@ -34,6 +36,8 @@ from omni_core.sinks.request_content import (
 from omni_core.sinks.request_index import RequestIndex, RequestNames
 from omni_core.sinks.rows import DEFAULT_MAX_OPEN_BYTES, RequestJoiner, StoredRequest
 from omni_core.sinks.safetensors_format import write_safetensors
+
+_LOG = logging.getLogger(__name__)
 
 _FILE_MODE = 0o600
 _DIRECTORY_MODE = 0o700
@@ -161,7 +165,7 @@ def read_request_file(path: str | os.PathLike[str]) -> StoredRequest:
             names: list[str] = file.keys()
             tensors = {tensor: file.get_tensor(tensor) for tensor in names}
             return stored_request(tensors, values)
-    except (SafetensorError, ValueError, KeyError, TypeError) as error:
+    except (SafetensorError, *MALFORMED) as error:
         raise InvalidRequestFileError(f"{os.fspath(path)}: not a whole request file: {error}") from error
 
 
@@ -169,7 +173,9 @@ def read_requests_of_client(directory: str | os.PathLike[str], client_req_id: st
     """Every request with rows that a client started under this id: one, or all samples of it. Any thread.
 
     Reads the index and opens the files it leads to; a file that the index does not name (its writer was killed) is
-    opened to see whose it is. Needs the `sinks` extra.
+    opened to see whose it is. What a file says of itself counts, whatever the index says of it. A file that is not
+    named by the index, and does not say whose it is or cannot be read, is passed over, and the log has one line about
+    all of them (`read_request_file` says what is wrong with each). Needs the `sinks` extra.
 
     Args:
         directory: where a `SafetensorsSink` writes or wrote.
@@ -180,20 +186,48 @@ def read_requests_of_client(directory: str | os.PathLike[str], client_req_id: st
         In the order the requests ended, as far as the index tells; empty if there is none.
 
     Raises:
-        InvalidRequestFileError: a file is not a whole request.
-        OSError: a file cannot be read. One that disappears meanwhile is left out.
+        InvalidRequestFileError: a file that is this client's, by the index or by itself, is not a whole request.
+        OSError: such a file cannot be read. One that disappears meanwhile is left out.
     """
-    index: RequestIndex[str] = RequestIndex()
     there = {path.name: path for path in request_files(directory)}
-    known = {name: names for name, names in indexed_files(Path(directory)).items() if name in there}
-    for name in (*known, *(name for name in there if name not in known)):
-        with suppress(FileNotFoundError):
-            index.add(name, known.get(name) or _names_in(there[name]))
-    found = []
-    for name in index.by_client_id(client_req_id):
-        with suppress(FileNotFoundError):
-            found.append(read_request_file(there[name]))
-    return tuple(found)
+    names = {name: said for name, said in indexed_files(Path(directory)).items() if name in there}
+    names |= _names_in_files([path for name, path in there.items() if name not in names])
+    stored: dict[str, StoredRequest] = {}
+    while True:
+        index: RequestIndex[str] = RequestIndex()
+        for name, said in names.items():
+            index.add(name, said)
+        found = index.by_client_id(client_req_id)
+        unread = [name for name in found if name not in stored]
+        if not unread:
+            return tuple(stored[name] for name in found)
+        for name in unread:
+            try:
+                stored[name] = read_request_file(there[name])
+                names[name] = _names_of(stored[name])
+            except FileNotFoundError:
+                del names[name]
+
+
+def _names_of(stored: StoredRequest) -> RequestNames:
+    return RequestNames(stored.req_id, stored.client_req_id, stored.sample)
+
+
+def _names_in_files(paths: Sequence[Path]) -> dict[str, RequestNames]:
+    names = {}
+    passed_over: list[Exception] = []
+    for path in paths:
+        try:
+            names[path.name] = _names_in(path)
+        except FileNotFoundError:
+            continue
+        except (InvalidRequestFileError, OSError) as error:
+            passed_over.append(error)
+    if passed_over:
+        _LOG.warning(
+            "%d files passed over that do not say whose they are, the first: %s", len(passed_over), passed_over[0]
+        )
+    return names
 
 
 def _names_in(path: Path) -> RequestNames:
@@ -202,7 +236,7 @@ def _names_in(path: Path) -> RequestNames:
     try:
         with safe_open(os.fspath(path), framework="pt") as file:
             return names_in(checked_metadata(os.fspath(path), file.metadata() or {}))
-    except (SafetensorError, ValueError, KeyError, TypeError) as error:
+    except (SafetensorError, *MALFORMED) as error:
         raise InvalidRequestFileError(f"{os.fspath(path)}: not a whole request file: {error}") from error
 
 
