@@ -32,7 +32,7 @@ DEFAULT_RPC_FLUSH_WAIT_S = 0.1
 """How long a flush call waits for the sink, and holds up the engine's next step, if nothing else is said."""
 MAX_RPC_FLUSH_WAIT_S = 0.5
 """The longest a flush call may wait."""
-MAX_PIECE_BYTES = 4 << 20
+MAX_PIECE_BYTES = 1 << 20
 """The most bytes of rows in one answer, before they are encoded."""
 
 _ERRORS: Mapping[str, type[Exception]] = {

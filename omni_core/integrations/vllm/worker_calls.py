@@ -6,7 +6,7 @@ and leaves the others' answers in their queues, where the engine's next step tak
 of the answer, also one about the arguments, and `rows_over_rpc` raises it where the client is.
 
 The engine's next step waits while a call runs. So every call is short: a flush waits half a second at most, and rows
-are read a few MiB at a time.
+are read a MiB at a time.
 """
 
 from __future__ import annotations
