@@ -23,7 +23,8 @@ from omni_core.sinks.request_index import RequestIndex, RequestNames
         ("a-81bdb22f-12345678", "a-81bdb22f"),
         ("_a-81bdb22f", "_a"),
         ("00_a-81bdb22f", "00_a"),
-        ("1_-81bdb22f", "1_"),
+        ("-81bdb22f", ""),
+        ("1234567890_a-81bdb22f", "1234567890_a"),
     ],
 )
 def test_the_random_suffix_comes_off(req_id, client):
@@ -35,6 +36,8 @@ def test_the_random_suffix_comes_off(req_id, client):
     [
         ("0_0-81bdb22f", "0_0", PossibleSample("0", "0-81bdb22f", 0)),
         ("13_my request-81bdb22f", "13_my request", PossibleSample("my request", "my request-81bdb22f", 13)),
+        ("1_-81bdb22f", "1_", PossibleSample("", "-81bdb22f", 1)),
+        ("999999999_a-81bdb22f", "999999999_a", PossibleSample("a", "a-81bdb22f", 999999999)),
         ("1_0_a-81bdb22f", "1_0_a", PossibleSample("0_a", "0_a-81bdb22f", 1)),
     ],
 )
@@ -42,9 +45,19 @@ def test_an_id_of_a_samples_form_keeps_its_name_and_says_whose_sample_it_may_be(
     assert client_request(req_id) == ClientRequest(name, sample)
 
 
-@pytest.mark.parametrize("req_id", ["", "a", "a-81bdb22", "a-81BDB22F", "a_81bdb22f", "-81bdb22f", "a-81bdb22f "])
+@pytest.mark.parametrize("req_id", ["", "a", "a-81bdb22", "a-81BDB22F", "a_81bdb22f", "81bdb22f", "a-81bdb22f "])
 def test_an_id_of_another_form_has_no_known_client(req_id):
     assert client_request(req_id) is None
+
+
+def test_an_id_of_more_digits_than_python_reads_is_a_clients_own():
+    digits = "9" * 5000
+    assert client_request(f"{digits}_x-81bdb22f") == ClientRequest(f"{digits}_x", None)
+
+
+def test_requests_with_an_empty_client_id_are_found_under_it():
+    assert indexed("-81bdb22f").find("") == ("-81bdb22f",)
+    assert indexed("0_-81bdb22f", "1_-81bdb22f").find("") == ("0_-81bdb22f", "1_-81bdb22f")
 
 
 def test_an_engine_that_does_not_randomise_keeps_the_clients_id():

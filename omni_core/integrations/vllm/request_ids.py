@@ -4,7 +4,8 @@
 vLLM 0.32 appends a dash and eight hexadecimal digits to the client's id (`InputProcessor.assign_request_id`). For
 `n > 1` it then makes one request per sample and puts the sample's index and an underscore in front of that
 (`ParentRequest.get_child_info`): client `a` becomes `a-81bdb22f`, and with two samples `0_a-81bdb22f` and
-`1_a-81bdb22f`. A client may also call its request `0_a` itself; then no other request has the same digits.
+`1_a-81bdb22f`. A client may also call its request `0_a` itself; then no other request has the same digits. The client's
+id may be empty.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from dataclasses import dataclass
 from omni_core.sinks.base import PossibleSample
 
 _RANDOM_SUFFIX = re.compile(r"-[0-9a-f]{8}\Z")
-_SAMPLE_PREFIX = re.compile(r"(0|[1-9][0-9]*)_(.+)\Z", re.DOTALL)
+_SAMPLE_PREFIX = re.compile(r"(0|[1-9][0-9]{0,8})_(.*)\Z", re.DOTALL)
+"""A sample's index has a few digits; a client's own id may have any number of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +43,7 @@ def client_request(req_id: str, *, randomised: bool = True) -> ClientRequest | N
     name = req_id
     if randomised:
         suffix = _RANDOM_SUFFIX.search(req_id)
-        if suffix is None or suffix.start() == 0:
+        if suffix is None:
             return None
         name = req_id[: suffix.start()]
     sample = _SAMPLE_PREFIX.match(name)
