@@ -117,7 +117,6 @@ def state(engine, rows):
         "files": len(os.listdir("/proc/self/fd")),
         "partial_files": len(list(rows.glob(".partial-*"))),
         "resident_bytes": resident_bytes(),
-        "recycled_bytes": engine.session.cache.stats().recycled_bytes,
     }
 
 
@@ -127,7 +126,7 @@ def forget(engine):
     if isinstance(sink, SafetensorsSink):
         for path in request_files(sink.directory):
             path.unlink()
-    else:
+    elif sink is not None:
         for req_id in sink.request_ids():
             sink.take(req_id)
     engine.session.tap.forget()
@@ -138,7 +137,22 @@ def omni_threads():
     return [thread.name for thread in threading.enumerate() if thread.name.startswith(OMNI_THREADS)]
 
 
+def judged_epoch(engine, mix, num_requests, total):
+    """Run one epoch and judge every row; returns what is wrong."""
+    counts = run_epoch(engine, mix, num_requests)
+    engine.flush()
+    verdict = judge(engine)
+    for name in ("requests", "rows"):
+        total[name] += verdict[name]
+    for name, count in counts.items():
+        total[name] += count
+    for name in ("rows_from_hits", "steps"):
+        total[name] = verdict[name]
+    return [f"{name}: {count}" for name, count in faults(verdict).items()]
+
+
 def run_round(plan, folder):
+    """A round; with `num_epochs` in its plan a control: as many epochs of the same engine without Omni Core."""
     model = getattr(feature_models, plan["model"])(folder / "model", **plan["model_options"])
     adapters = []
     if plan["options"].get("enable_lora"):
@@ -149,24 +163,21 @@ def run_round(plan, folder):
     mix = Mix(plan["seed"], adapters=adapters, **plan["mix"])
     total = {"requests": 0, "rows": 0, "rows_from_hits": 0, "steps": 0, "aborts": 0, "resets": 0}
     wrong, states = [], []
-    deadline = time.monotonic() + plan["seconds"]
-    settings = dict(plan["settings"])
-    if settings["sink"] == "safetensors":
+    settings, control = dict(plan["settings"]), plan.get("num_epochs")
+    if control:
+        settings["enabled"] = False
+    elif settings["sink"] == "safetensors":
         settings["sink_options"] = {"directory": str(folder / "rows"), "keep_aborted": True}
+    deadline = time.monotonic() + plan["seconds"]
     with FeatureEngine(model, cache=True, settings=settings, **plan["options"]) as engine:
-        while time.monotonic() < deadline:
-            counts = run_epoch(engine, mix, plan["epoch_requests"])
-            engine.flush()
-            verdict = judge(engine)
-            wrong += [f"epoch {len(states)}: {name}: {count}" for name, count in faults(verdict).items()]
+        while len(states) < control if control else time.monotonic() < deadline:
+            if control:
+                run_epoch(engine, mix, plan["epoch_requests"])
+            else:
+                found = judged_epoch(engine, mix, plan["epoch_requests"], total)
+                wrong += [f"epoch {len(states)}: {one}" for one in found]
             forget(engine)
             states.append(state(engine, folder / "rows"))
-            for name in ("requests", "rows"):
-                total[name] += verdict[name]
-            for name, count in counts.items():
-                total[name] += count
-            for name in ("rows_from_hits", "steps"):
-                total[name] = verdict[name]
         total["preemptions"] = engine.num_preemptions
         total["accepted_drafts"] = engine.num_drafts_accepted
         total["rejected_drafts"] = engine.num_drafts - engine.num_drafts_accepted
