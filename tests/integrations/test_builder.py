@@ -147,7 +147,25 @@ def test_a_request_flushed_too_early_is_reported_and_gets_no_second_end(cache, s
         builder.flush(BOUND_S)
         report = builder.report()
     assert [entry[0] for entry in sink.of("a")] == ["rows", "end"]
-    assert "[(1, 2)] came after a flush had ended it" in report["failures"]["a"]
+    assert (
+        "[(1, 2)] came when it was not open: a flush without it in still_running had ended it"
+        in report["failures"]["a"]
+    )
+
+
+@pytest.mark.parametrize("still_running", ["a", b"a", [1], 5])
+def test_a_flush_that_is_not_given_a_list_of_ids_ends_nothing(cache, sink, still_running):
+    cache.script(1, {"a": [(0, 1)]})
+    cache.script(2, {"a": [(1, 2)]})
+    with running(cache, sink) as builder:
+        builder.news([StartedRequest("a", [1], 0)], [])
+        deliver(builder, step(1, a=(0, [1])))
+        with pytest.raises(TypeError, match="still_running="):
+            builder.flush(BOUND_S, still_running=still_running)
+        deliver(builder, step(2, a=(1, [2])))
+        builder.flush(BOUND_S, still_running=None)
+        assert sink.kinds_of("a") == ["rows", "rows"]
+        assert builder.report()["failures"] == {}
 
 
 def test_a_flush_that_cannot_complete_says_what_it_waits_for(cache, sink):

@@ -278,7 +278,7 @@ def test_what_waits_for_a_stuck_builder_is_bounded_in_tokens_too(sink):
         builder.give_up(step(10, a=(10_000, [5])))
         report = builder.report()
         assert report["overruns"] == 1
-        assert report["entries_waiting"] == 3  # the step the cache is stuck in, the failure of all, the last entry
+        assert report["entries_waiting"] == 4  # the step in the cache, b's start, the failure of all, the last entry
         cache.gate.set()
         builder.flush(BOUND_S)
         assert "fell 10000 tokens behind" in builder.report()["failures"]["a"]
@@ -288,6 +288,31 @@ def test_what_waits_for_a_stuck_builder_is_bounded_in_tokens_too(sink):
         builder.flush(BOUND_S)
     assert sink.of("a")[-1][2] is RequestEnd.FAILED
     assert sink.kinds_of("later") == ["rows", "end"]
+
+
+@pytest.mark.parametrize("overruns", [1, 3])
+def test_a_request_whose_start_is_dropped_in_an_overrun_fails_for_that_reason(sink, overruns):
+    cache = StuckCache()
+    with running(cache, sink, max_open_steps=3, max_waiting_entries=5) as builder:
+        builder.news([StartedRequest("a", [0], 0)], [])
+        deliver(builder, step(0, a=(0, [0])))
+        assert cache.entered.wait(BOUND_S)
+        builder.news([StartedRequest("late", [1, 2, 3], 0)], [])
+        deliver(builder, step(1, late=(0, [1])))
+        for number in range(100, 200):
+            if builder.report()["overruns"] < overruns:
+                builder.give_up(step(number, a=(number, [2])))
+        assert builder.report()["overruns"] == overruns
+        cache.gate.set()
+        builder.flush(BOUND_S, None)
+        deliver(builder, step(2, late=(2, [3])))
+        builder.news([], ["late"])
+        builder.flush(BOUND_S)
+        report = builder.report()
+        assert set(report["failures"]) == {"a", "late"}
+        assert all("fell 5 entries behind" in reason for reason in report["failures"].values())
+        assert report["requests_failed"] == 2
+    assert [entry[2] for entry in sink.of("late") if entry[0] == "end"] == [RequestEnd.FAILED]
 
 
 def test_tokens_that_no_longer_wait_for_the_builder_are_not_counted(sink):

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from omni_core.integrations.vllm.built_step import BuiltStep, StartedRequest, StepSource
@@ -194,6 +194,7 @@ class StageBuilder:
 
         Raises:
             FlushTimeoutError: not done within `timeout_s`; nothing is lost and the call may be repeated.
+            TypeError: `still_running` is no collection of ids, such as one id alone; nothing was ended.
         """
         ticket = self.begin_flush(still_running)
         if not self.wait_flushed(ticket, timeout_s):
@@ -204,9 +205,12 @@ class StageBuilder:
 
         Returns:
             A ticket for `wait_flushed`: how far the builder's queue reaches now. What comes later does not move it.
+
+        Raises:
+            TypeError: as for `flush`.
         """
         if still_running is not None:
-            self._enqueue(_Flush(frozenset(still_running)))
+            self._enqueue(_Flush(_request_ids(still_running)))
         with self._lock:
             ticket = self._newest_ticket = self._items_queued
             builder_done = self._items_done >= ticket
@@ -329,9 +333,16 @@ class StageBuilder:
         self._changed.notify_all()
 
     def _drop_waiting(self, reason: str) -> None:
-        """Keep the open steps, which the cache must be told of; everything else becomes one failure of all."""
+        """Keep the open steps, which the cache must be told of; everything else becomes one failure of all.
+
+        Requests whose start waited fail with the others: of them, the newest `max_waiting_entries`, without prompts.
+        """
         before = len(self._queue)
+        news = [item for item in self._queue if isinstance(item, _News)]
+        started = [replace(one, prompt_token_ids=None) for item in news for one in item.started]
         self._queue = deque(item for item in self._queue if isinstance(item, _Step))
+        if started:
+            self._queue.appendleft(_News(tuple(started[-self._max_waiting_entries :]), (), 0))
         self._items_done += before - len(self._queue)
         self._waiting_tokens = 0
         self._append(_FailOpenRequests(reason))
@@ -385,6 +396,13 @@ class StageBuilder:
                 self._assembler.fail_open_requests(reason)
             case _FailRequests(req_ids, reason):
                 self._assembler.fail_requests(req_ids, reason)
+
+
+def _request_ids(still_running: Collection[str]) -> frozenset[str]:
+    is_collection = isinstance(still_running, Collection) and not isinstance(still_running, str | bytes)
+    if not is_collection or not all(isinstance(req_id, str) for req_id in still_running):
+        raise TypeError(f"flush: still_running={still_running!r:.200}: give a list of internal request ids, or None")
+    return frozenset(still_running)
 
 
 def _num_waiting_tokens(item: _Item) -> int:

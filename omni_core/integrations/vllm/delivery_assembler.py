@@ -147,7 +147,8 @@ class DeliveryAssembler:
             if not self._log.has_failure(req_id):
                 self._log.request_failed(
                     req_id,
-                    f"rows at {list(rows.ranges)} came after a flush had ended it; flush with still_running",
+                    f"rows at {list(rows.ranges)} came when it was not open: a flush without it in still_running had "
+                    "ended it, or its start was lost in an overrun of the builder's queue",
                 )
             return []
         if ledger.failure is not None:
