@@ -72,7 +72,8 @@ class SafetensorsSink(StageSink):
         Args:
             directory: where the files go.
             overwrite: whether a file of the same request id may be replaced. By default it stays and the request's
-                end raises `FileExistsError`.
+                end raises `FileExistsError`. It is replaced by a whole file only: if the later request fails, or is
+                aborted, the earlier one's file stays.
             keep_aborted: whether an aborted request is written with what came before.
             max_open_bytes: most bytes that requests which have not ended may hold together.
 

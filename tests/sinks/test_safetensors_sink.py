@@ -173,6 +173,18 @@ def test_a_file_that_is_there_is_not_replaced_without_being_told(tmp_path, make)
     make.assert_rows_of(read_request_file(only_file(third)), "r", range(9))
 
 
+@pytest.mark.parametrize(("end", "left"), [(RequestEnd.FAILED, 1), (RequestEnd.ABORTED, 0)])
+def test_a_later_request_of_the_same_id_that_leaves_no_rows_does_not_take_the_earlier_ones_file(
+    tmp_path, make, end, left
+):
+    store(SafetensorsSink(tmp_path), make, "r", count=4)
+    second = SafetensorsSink(tmp_path, overwrite=True)
+    second.accept(make.delivery("r", (0, 9)))
+    second.finish(make.ended("r", end=end, missing=[(9, 12)]))
+    make.assert_rows_of(read_request_file(only_file(second)), "r", range(4))
+    assert len(list(tmp_path.glob("*.error.json"))) == left
+
+
 def test_a_link_that_waits_under_the_final_name_is_not_followed(tmp_path, make):
     victim = tmp_path / "victim"
     victim.write_text("mine")

@@ -183,6 +183,7 @@ class StageSession:
 
         Raises:
             FlushTimeoutError: not done in time; may be repeated.
+            TypeError: `still_running` is no collection of ids, such as one id alone; nothing was ended.
         """
         if self._parts is not None and not self._closed:
             self._parts.builder.flush(timeout_s, still_running)
