@@ -94,6 +94,28 @@ def qwen3_next(directory: Path, dtype=torch.bfloat16) -> str:
     return str(directory)
 
 
+def deepseek_v2(directory: Path, dtype=torch.bfloat16) -> str:
+    """Latent attention: one compressed KV row per token, in blocks as full attention has them."""
+    from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
+
+    torch.manual_seed(25)
+    config = DeepseekV2Config(
+        **_SIZES,
+        kv_lora_rank=512,
+        q_lora_rank=None,
+        qk_nope_head_dim=64,
+        qk_rope_head_dim=64,
+        v_head_dim=64,
+        first_k_dense_replace=2,
+        n_routed_experts=4,
+        n_shared_experts=1,
+        moe_intermediate_size=64,
+        num_experts_per_tok=2,
+    )
+    DeepseekV2ForCausalLM(config).to(dtype).save_pretrained(directory)
+    return str(directory)
+
+
 def lora_adapter(directory: Path, seed: int, rank: int = 8) -> str:
     """An adapter for `llama` that changes the rows of every token."""
     directory.mkdir(parents=True)

@@ -2,7 +2,7 @@
 """Kinds of models."""
 
 import numpy as np
-from feature_models import gemma3, idefics3, mistral_sliding_window, qwen3_next
+from feature_models import deepseek_v2, gemma3, idefics3, mistral_sliding_window, qwen3_next
 from scenario import Prompts, hits, refuse, serve
 
 
@@ -44,6 +44,10 @@ def linear_attention_and_full(folder):
         dtype="bfloat16",
         num_blocks=400,
     )
+
+
+def latent_attention(folder):
+    return serve(deepseek_v2(folder), _two_waves(36, shared=200), lambda one: hits(one, 5 * 192), dtype="bfloat16")
 
 
 def hits_inside_a_block(folder):
