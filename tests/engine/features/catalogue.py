@@ -81,7 +81,9 @@ FEATURES = {
         "model_features:linear_attention_and_full",
         exact=False,
     ),
-    "latent_attention": Feature("Latent attention (DeepSeek-V2)", "on by itself", "model_features:latent_attention"),
+    "latent_attention": Feature(
+        "Latent attention (DeepSeek-V2)", "on by itself", "model_features:latent_attention", exact=False
+    ),
     "hits_inside_a_block": Feature(
         "Hits that end inside a block", "`prefix_match_unit`", "model_features:hits_inside_a_block", exact=False
     ),

@@ -47,7 +47,10 @@ def linear_attention_and_full(folder):
 
 
 def latent_attention(folder):
-    return serve(deepseek_v2(folder), _two_waves(36, shared=200), lambda one: hits(one, 5 * 192), dtype="bfloat16")
+    # Not exact: what the CPU kernel computes for a row depends on how many stand beside it.
+    return serve(
+        deepseek_v2(folder), _two_waves(36, shared=200), lambda one: hits(one, 5 * 192), exact=False, dtype="bfloat16"
+    )
 
 
 def hits_inside_a_block(folder):
