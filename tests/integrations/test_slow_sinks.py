@@ -263,6 +263,21 @@ def test_a_builder_stuck_in_the_cache_is_waited_for_once_and_what_waits_for_it_i
     assert sink.kinds_of("later") == ["rows", "end"]
 
 
+def test_a_flush_that_was_begun_before_an_overrun_is_done_after_it(sink):
+    cache = StuckCache()
+    with running(cache, sink, max_open_steps=1, max_waiting_entries=10) as builder:
+        builder.news([StartedRequest("a", [0], 0)], [])
+        deliver(builder, step(0, a=(0, [0])))
+        assert cache.entered.wait(BOUND_S)
+        ticket = builder.begin_flush(None)
+        for number in range(1, 30):
+            builder.news([StartedRequest(f"r{number}", [1], 0)], [])
+        assert builder.report()["overruns"] > 0
+        assert not builder.wait_flushed(ticket, AT_ONCE_S)
+        cache.gate.set()
+        assert builder.wait_flushed(ticket, BOUND_S)
+
+
 def test_what_waits_for_a_stuck_builder_is_bounded_in_tokens_too(sink):
     cache = StuckCache()
     options = {"max_open_steps": 1, "room_timeout_s": AT_ONCE_S, "max_waiting_tokens": 10_000}

@@ -143,6 +143,7 @@ class StageBuilder:
         self._items_queued = 0
         self._items_done = 0
         self._newest_ticket = 0
+        self._newest_mark = 0
         self._builder_stalled = False
         self._sink_calls_when_waited_in_vain: int | None = None
         self._closing = False
@@ -214,6 +215,8 @@ class StageBuilder:
         with self._lock:
             ticket = self._newest_ticket = self._items_queued
             builder_done = self._items_done >= ticket
+            if builder_done:
+                self._newest_mark = max(self._newest_mark, ticket)
         if builder_done:
             self._feeder.mark(ticket)
         return ticket
@@ -365,9 +368,12 @@ class StageBuilder:
             except BaseException as error:
                 self._log.stage_failed(f"the builder could not process {_describe(item)}: {error_text(error)}")
             with self._lock:
-                flush_waits = self._items_done < self._newest_ticket
                 self._items_done += 1
                 items_done = self._items_done
+                # Not items_done against the ticket: an overrun lets the count jump past it.
+                flush_waits = self._newest_mark < self._newest_ticket
+                if flush_waits:
+                    self._newest_mark = items_done
                 self._busy_with = "nothing"
                 if isinstance(item, _Step):
                     self._open_steps -= 1
