@@ -19,7 +19,7 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
 os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
 
 from row_digests import digests_of
-from tiny_model import VOCAB_SIZE, save_tiny_model
+from tiny_model import VOCAB_SIZE, register_tiny_model, save_tiny_model
 from vllm import LLM, AsyncEngineArgs, SamplingParams
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -28,6 +28,8 @@ from omni_core.integrations.vllm.async_stage_client import flush_stage_async, st
 from omni_core.integrations.vllm.stage_client import flush_stage, stage_reports, take_rows
 from omni_core.integrations.vllm.versions import collective_rpc_of_every_engine
 from omni_core.prefix_cache.config import HIDDEN_KEY
+
+register_tiny_model()  # also where this program is imported again: with two pipeline ranks the engine core asks for it
 
 MEMORY_SHARE = 0.2  # by default vLLM wants 92 % of the machine's memory to be free
 CHECKING_WORKER = "checking_worker.OmniCheckingCpuWorker"
