@@ -70,8 +70,8 @@ def readme_table(figures: dict[str, dict]) -> str:
 
 def with_table(readme: str, table: str) -> str:
     """README with the block replaced."""
-    marks = r"(<!-- generated: feature matrix -->\n).*?(\n<!-- end of feature matrix -->)"
-    return re.sub(marks, lambda found: found[1] + table + found[2], readme, flags=re.DOTALL)
+    marks = r"(<!-- generated: feature matrix -->\n).*?(<!-- end of feature matrix -->)"
+    return re.sub(marks, lambda found: f"{found[1]}\n{table}\n\n{found[2]}", readme, flags=re.DOTALL)
 
 
 def _line(feature: Feature, figure: dict) -> str:
