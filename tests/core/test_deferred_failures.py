@@ -1,14 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a deferred copy that fails, hangs or is dropped leaves behind: a named error, and nothing that is held twice."""
 
-import threading
-
 import pytest
-import torch
 from cache_rig import BRIEF_S, SHORT_S, more, new
 from controlled_runtime import PATIENCE_S, ControlledRuntime
 from deferred_rig import CHUNK_BYTES, MEL, DeferredRig, assert_both, assert_mel, deferred_rigs
-from omni_core_cpu_sim import CpuSimBackend
 from operation_counts import WatchedRuntime
 
 from omni_core.prefix_cache.errors import (
@@ -402,44 +398,7 @@ def test_flush_names_open_steps_and_the_deferred_writes_under_way(rig):
     assert_both(rig.take(step, "A")["A"], ("A", 0, 4))
 
 
-# -- order of the device
-
-
-class OtherThreadsOwnStream(CpuSimBackend):
-    """The engine's work runs behind the caller; the helper threads' current stream is another one, as on CUDA."""
-
-    def __init__(self, runtime):
-        super().__init__(runtime)
-        self._engine = threading.current_thread()
-        self._compute = self.new_stream("compute")
-
-    def current_stream(self):
-        return self._compute if threading.current_thread() is self._engine else super().current_stream()
-
-    def forward(self, output, values):
-        self._compute.queue_copy(output, values)
-
-    def snapshot(self, tensor, carver):
-        clone = carver.take(tensor.shape, tensor.dtype)
-        self._compute.queue_copy(clone, tensor)
-        return clone
-
-
-def test_a_records_copy_runs_behind_its_clone_although_another_thread_starts_it(make_rig):
-    runtime = ControlledRuntime()
-    device = OtherThreadsOwnStream(runtime)
-    rig = make_rig(runtime=runtime, backend=device, needs_full_hidden_states=False)
-    with rig.held():
-        rig.begin(new("A", [1]))
-        output = torch.zeros(4, 4)
-        device.forward(output, rig.rows(MEL))
-        rig.discard(rig.save({MEL: output}, hidden=None, keys=()))
-        rig.begin(finish=["A"])
-        rig.wait_until_copying()
-        device.copy_gate.wait_until_waiting(1, timeout_s=PATIENCE_S)
-        assert device.copy_gate.waiting == 1, "the forward; the record's copy must not stand beside it"
-    rig.cache.flush()
-    assert_mel(rig.run(new("C", [1, 2], hit=4), hidden=None)["C"], ("A", 0, 4), ("C", 4, 8))
+# -- locks
 
 
 def test_no_thread_computes_waits_or_takes_a_lock_while_it_holds_one(make_rig):
