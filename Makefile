@@ -72,8 +72,9 @@ matrix: export OMNI_CORE_FEATURE_RESULTS := $(CURDIR)/build/feature-results
 matrix:
 	@$(SETUP) core engine
 	scripts/setup_vllm.sh $(NIGHTLY_VLLM)
+	rm -rf $(OMNI_CORE_FEATURE_RESULTS)
 	$(PYTEST) --timeout 3600 -o faulthandler_timeout=3500 -m engine tests/engine
-	$(BIN)/python scripts/render_feature_matrix.py --results $(OMNI_CORE_FEATURE_RESULTS)
+	PYTHONPATH=tests/engine/features $(BIN)/python scripts/render_feature_matrix.py --results $(OMNI_CORE_FEATURE_RESULTS)
 
 # Long tests may take longer than the time after which stacks are dumped.
 soak:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes docs/feature-matrix.md and README's table from results of the feature tests.
 
-    python scripts/render_feature_matrix.py [--results DIRECTORY]
+    PYTHONPATH=tests/engine/features python scripts/render_feature_matrix.py [--results DIRECTORY]
 
 With `--results` the committed figures are replaced by those a run of `make matrix` left in the directory. Without, the
 page is written again from the committed figures. `tests/docs` compares page, README and figures.
@@ -10,14 +10,11 @@ page is written again from the committed figures. `tests/docs` compares page, RE
 import argparse
 import json
 import re
-import sys
 from pathlib import Path
 
+from catalogue import FEATURES, Feature
+
 REPOSITORY = Path(__file__).parents[1]
-sys.path.insert(0, str(REPOSITORY / "tests" / "engine" / "features"))
-
-from catalogue import FEATURES, Feature  # noqa: E402
-
 FIGURES = REPOSITORY / "docs" / "measurements" / "feature-matrix.json"
 PAGE = REPOSITORY / "docs" / "feature-matrix.md"
 README = REPOSITORY / "README.md"

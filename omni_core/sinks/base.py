@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -25,6 +25,11 @@ class RequestEnd(Enum):
     """The cache could not serve it; the engine's own output is not affected."""
     FLUSHED = "flushed"
     """Delivered so far and completed by a flush; the engine has not said that it ended."""
+
+
+def is_complete(end: RequestEnd, missing: Sequence[TokenRange]) -> bool:
+    """Whether a request that ended so, with these positions missing, is whole: not aborted, and nothing missing."""
+    return end in (RequestEnd.FINISHED, RequestEnd.FLUSHED) and not missing
 
 
 RequestKey = tuple[str, int]

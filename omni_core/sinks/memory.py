@@ -160,23 +160,6 @@ class MemorySink(StageSink):
                 self._index.discard(key)
         return stored
 
-    def take_all(self, request_id: str) -> tuple[StoredRequest, ...]:
-        """Every request with rows behind an id of either kind, in the order they ended, and the sink forgets them.
-
-        Raises:
-            RequestNotEndedError: one of them goes on; none is forgotten.
-            UnknownRequestError: none of them has rows; says why.
-        """
-        with self._lock:
-            found = self._index.find(request_id)
-            running = tuple(key for key in found if key in self._running)
-            kept = tuple(key for key in self._stored if key in found)
-            if running or not kept:
-                raise self._no_rows(request_id, running or found)
-            for key in kept:
-                self._index.discard(key)
-            return tuple(self._pop(key) for key in kept)
-
     def find(self, request_id: str) -> tuple[FoundRequest, ...]:
         """Every request that an id of either kind may stand for, with or without rows; takes nothing.
 

@@ -13,7 +13,7 @@ import torch
 
 from omni_core.prefix_cache.config import HIDDEN_KEY
 from omni_core.prefix_cache.outputs import TokenRange
-from omni_core.sinks.base import RequestEnd, SinkRequestEnd
+from omni_core.sinks.base import RequestEnd, SinkRequestEnd, is_complete
 from omni_core.sinks.errors import InvalidRequestFileError
 from omni_core.sinks.request_index import RequestNames
 from omni_core.sinks.rows import CollectedRequest, StoredRequest
@@ -113,14 +113,13 @@ def metadata_of(collected: CollectedRequest, names: Mapping[str, str]) -> dict[s
         names: the key of each tensor, as `tensors_of` told.
     """
     end = collected.end
-    complete = end.end in (RequestEnd.FINISHED, RequestEnd.FLUSHED) and not end.missing
     values: dict[str, Any] = {
         "format": FORMAT_NAME,
         "format_version": FORMAT_VERSION,
         "req_id": end.req_id,
         "client_req_id": end.client_req_id,
         "end": end.end.value,
-        "complete": complete,
+        "complete": is_complete(end.end, end.missing),
         "ranges": collected.ranges,
         "missing": end.missing,
         "keys": names,

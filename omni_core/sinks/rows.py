@@ -15,7 +15,7 @@ import torch
 
 from omni_core.prefix_cache.config import HIDDEN_KEY
 from omni_core.prefix_cache.outputs import TokenRange
-from omni_core.sinks.base import PossibleSample, RequestEnd, RequestKey, SinkDelivery, SinkRequestEnd
+from omni_core.sinks.base import PossibleSample, RequestEnd, RequestKey, SinkDelivery, SinkRequestEnd, is_complete
 from omni_core.sinks.errors import (
     DuplicateRowsError,
     RequestEndedError,
@@ -60,7 +60,7 @@ class StoredRequest:
     @property
     def complete(self) -> bool:
         """Whether the request was not aborted and nothing promised to it is missing."""
-        return self.end in (RequestEnd.FINISHED, RequestEnd.FLUSHED) and not self.missing
+        return is_complete(self.end, self.missing)
 
     @property
     def num_rows(self) -> int:

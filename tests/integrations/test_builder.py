@@ -5,7 +5,7 @@ import json
 import threading
 
 import pytest
-from delivery_rig import AT_ONCE_S, BOUND_S, RecordingSink, ScriptedCache, deliver, running, step
+from delivery_rig import AT_ONCE_S, BOUND_S, deliver, running, step
 
 from omni_core.integrations.vllm.builder import StartedRequest
 from omni_core.integrations.vllm.errors import FlushTimeoutError
@@ -13,16 +13,6 @@ from omni_core.prefix_cache.config import HIDDEN_KEY
 from omni_core.prefix_cache.errors import HitRowsAbsentError
 from omni_core.runtime import ThreadingRuntime
 from omni_core.sinks.base import RequestEnd
-
-
-@pytest.fixture
-def cache():
-    return ScriptedCache()
-
-
-@pytest.fixture
-def sink():
-    return RecordingSink()
 
 
 def test_rows_come_with_the_tokens_at_their_positions_hits_included(cache, sink):

@@ -6,18 +6,14 @@ from types import SimpleNamespace
 import fake_runner as fake
 import pytest
 import torch
+from fake_stage import FakeStage
 
 from omni_core.integrations.vllm.chosen_layers import ChosenLayers, capture_layers, check_layers, layer_key
 from omni_core.integrations.vllm.errors import LayersNotCapturedError, SettingsError
-from omni_core.integrations.vllm.runner_hooks import adopt_hooks
-from omni_core.integrations.vllm.session import StageParts, StageSession
 from omni_core.integrations.vllm.settings import OmniSettings, OnError
 from omni_core.integrations.vllm.stage_facts import cache_config
-from omni_core.integrations.vllm.tap import install_tap
-from omni_core.prefix_cache.config import HIDDEN_KEY, PrefixCacheConfig
-from omni_core.prefix_cache.gate import GateDecision, GateStatus
+from omni_core.prefix_cache.config import HIDDEN_KEY
 from omni_core.prefix_cache.policy import ModelCachePolicy
-from omni_core.runtime import ThreadingRuntime
 
 BOUND_S = 20.0
 PROMPT = [11, 12, 13, 14, 15, 16, 17, 18, 19, 20]
@@ -54,46 +50,15 @@ class LayeredRunner(fake.FakeRunner):
         return result
 
 
-class Stage:
+class LayeredStage(FakeStage):
     """A stage whose fake model hands out layers."""
 
     def __init__(self, layers, *, model=None, on_error=OnError.RAISE, tap=True):
-        self.settings = OmniSettings(enabled=True, layers=layers, on_error=on_error)
-        chosen = ChosenLayers(layers)
-        self.runner = LayeredRunner(model or LayeredModel())
-        capture_layers(self.settings, self.runner)
-        config = PrefixCacheConfig(
-            num_blocks=16,
-            block_size=fake.BLOCK_SIZE,
-            hidden_size=fake.HIDDEN_SIZE,
-            hidden_dtype=torch.float32,
-            max_num_tokens=64,
-            extra_row_bytes=chosen.row_bytes(fake.HIDDEN_SIZE, torch.float32),
-        )
-        parts = StageParts(
-            self.settings,
-            config,
-            chosen.declared_in(ModelCachePolicy()),
-            model=self.runner.model,
-            device=self.runner.device,
-            group_index=0,
-            request_ids_randomised=True,
-            stop_rule=fake.ends,
-            runtime=ThreadingRuntime(),
-        )
-        adopt_hooks(self.runner, parts.hooks)
-        decision = GateDecision(GateStatus.SUPPORTED, "supported", "a test")
-        tapped = install_tap(self.runner, layers=layers) if tap else None
-        self.session = StageSession(self.settings, decision, parts=parts, tap=tapped)
-
-    def step(self, output, **sampled):
-        with torch.inference_mode():
-            self.runner.execute_model(output)
-        self.runner.sample_tokens({name.replace("_", "-"): token for name, token in sampled.items()})
+        super().__init__(runner=LayeredRunner(model or LayeredModel()), layers=layers, on_error=on_error, tap=tap)
 
     def stored(self, req_id):
         self.session.flush(BOUND_S, still_running=())
-        return self.session.sink.request_by_internal_id(req_id)
+        return super().stored(req_id)
 
 
 @pytest.fixture
@@ -101,7 +66,7 @@ def stages():
     made = []
 
     def make(*args, **options):
-        made.append(Stage(*args, **options))
+        made.append(LayeredStage(*args, **options))
         return made[-1]
 
     yield make

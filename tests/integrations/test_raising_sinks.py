@@ -4,7 +4,7 @@
 import logging
 
 import pytest
-from delivery_rig import BOUND_S, EndlessCache, RecordingSink, ScriptedCache, deliver, running, step
+from delivery_rig import BOUND_S, EndlessCache, deliver, running, step
 
 from omni_core.integrations.vllm.builder import StartedRequest
 from omni_core.prefix_cache.config import HIDDEN_KEY
@@ -23,16 +23,6 @@ RAISED = {
     "KeyboardInterrupt": (KeyboardInterrupt(), "KeyboardInterrupt: "),
     "WithoutTextError": (WithoutTextError(), "WithoutTextError, whose text cannot be had"),
 }
-
-
-@pytest.fixture
-def cache():
-    return ScriptedCache()
-
-
-@pytest.fixture
-def sink():
-    return RecordingSink()
 
 
 @pytest.mark.parametrize("raised", RAISED)

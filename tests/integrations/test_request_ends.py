@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a request ended, as far as a worker can tell, and which request of an id that is used again."""
 
+from functools import partial
+
 import pytest
-from delivery_rig import BOUND_S, RecordingSink, ScriptedCache, deliver, running, step
+from delivery_rig import BOUND_S, deliver, running, step
 
 from omni_core.integrations.vllm.builder import StartedRequest
 from omni_core.integrations.vllm.request_ids import client_request
@@ -12,16 +14,6 @@ from omni_core.sinks.memory import MemorySink
 from omni_core.sinks.safetensors_files import SafetensorsSink, read_request_file, read_requests_of_client, request_files
 
 PROMPT = [10, 11, 12, 13]
-
-
-@pytest.fixture
-def cache():
-    return ScriptedCache()
-
-
-@pytest.fixture
-def sink():
-    return RecordingSink()
 
 
 def run(builder, *, computed, prompt=PROMPT, req_id="a", step_id=1):
@@ -119,7 +111,7 @@ def test_sinks_drop_or_keep_an_aborted_request_as_they_are_told(cache, tmp_path,
 def use_an_id_twice(cache, sink, *, failing=()):
     for number in (1, 2):
         cache.script(number, RuntimeError("lost") if number in failing else {"a": [(0, 2 + number)]})
-    client_of = lambda req_id: client_request(req_id, randomised=False)  # noqa: E731
+    client_of = partial(client_request, randomised=False)
     with running(cache, sink, client_request_of=client_of, ids_repeat=True) as builder:
         for number in (1, 2):
             run(builder, computed=2 + number, prompt=PROMPT[:3], step_id=number)

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import fake_runner as fake
 import pytest
 import torch
+from fake_stage import FakeStage
 
 from omni_core.integrations.vllm.async_stage_client import (
     flush_stage_async,
@@ -31,14 +32,12 @@ from omni_core.integrations.vllm.rows_over_rpc import (
     reports_from_replies,
     taking,
 )
-from omni_core.integrations.vllm.runner_hooks import adopt_hooks
-from omni_core.integrations.vllm.session import StageParts, StageSession
-from omni_core.integrations.vllm.settings import OmniSettings
+from omni_core.integrations.vllm.session import StageSession
+from omni_core.integrations.vllm.settings import OmniSettings, OnError
 from omni_core.integrations.vllm.stage_client import flush_stage, stage_reports, take_rows
 from omni_core.integrations.vllm.worker_calls import WorkerCalls, answer
-from omni_core.prefix_cache.config import HIDDEN_KEY, PrefixCacheConfig
+from omni_core.prefix_cache.config import HIDDEN_KEY
 from omni_core.prefix_cache.gate import GateDecision, GateStatus
-from omni_core.prefix_cache.policy import ModelCachePolicy
 from omni_core.runtime import ThreadingRuntime
 from omni_core.sinks.errors import InvalidRequestFileError, RequestNotEndedError, UnknownRequestError
 
@@ -48,44 +47,17 @@ BASE64, BYTES = RowsEncoding.BASE64, RowsEncoding.BYTES
 REQ_ID, CLIENT_ID = "a-00000001", "a"
 
 
-class Worker:
+class Worker(FakeStage):
     """A rank with a cache: what vLLM's executor calls over RPC, on a fake runner."""
 
     def __init__(self, runtime=None, **settings):
-        self.settings = OmniSettings(enabled=True, **settings)
-        self.runner = fake.FakeRunner()
-        config = PrefixCacheConfig(
-            num_blocks=16,
-            block_size=fake.BLOCK_SIZE,
-            hidden_size=fake.HIDDEN_SIZE,
-            hidden_dtype=torch.float32,
-            max_num_tokens=64,
-        )
-        parts = StageParts(
-            self.settings,
-            config,
-            ModelCachePolicy(),
-            model=self.runner.model,
-            device=self.runner.device,
-            group_index=0,
-            request_ids_randomised=True,
-            stop_rule=fake.ends,
-            runtime=runtime or ThreadingRuntime(),
-        )
-        adopt_hooks(self.runner, parts.hooks)
-        decision = GateDecision(GateStatus.SUPPORTED, "supported", "a test")
-        self.session = StageSession(self.settings, decision, parts=parts, tap=None)
+        super().__init__(runtime=runtime, on_error=OnError.ISOLATE, **settings)
         self.calls = WorkerCalls(self.session)
 
     def run(self, req_id=REQ_ID, *, ended=True):
         self.step(fake.scheduled(new=[(req_id, PROMPT, [1, 2], 0, len(PROMPT))]))
         if ended:
             self.step(fake.scheduled(finished=[req_id]))
-
-    def step(self, output):
-        with torch.inference_mode():
-            if self.runner.execute_model(output) is None:
-                self.runner.sample_tokens({})
 
     def omni_core_flush(self, /, *args, **kwargs):
         return answer(self.calls.flush, args, kwargs)
@@ -593,7 +565,7 @@ def test_a_flush_waits_for_what_was_computed_before_it_and_for_nothing_later(wor
         worker.run("b-00000002")
         permits.release()
         reply = flush_answer_once_done(worker, "f")
-        assert reply["report"]["delivery"]["sink_queue_entries"] > 0
+        assert reply["report"]["delivery"]["rows_delivered"] == len(PROMPT), "the second request's rows are held back"
         assert not worker.omni_core_flush("g", 0)["done"]
         assert worker.omni_core_flush("f", 0)["done"]
 

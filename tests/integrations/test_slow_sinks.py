@@ -5,7 +5,7 @@ import logging
 import threading
 
 import pytest
-from delivery_rig import AT_ONCE_S, BOUND_S, EndlessCache, RecordingSink, ScriptedCache, deliver, running, step
+from delivery_rig import AT_ONCE_S, BOUND_S, EndlessCache, deliver, running, step
 
 from omni_core.integrations.vllm.builder import StartedRequest
 from omni_core.integrations.vllm.errors import FlushTimeoutError
@@ -39,16 +39,6 @@ class WaitsOfTheEngine(ThreadingRuntime):
                 inner.notify_all()
 
         return Counted()
-
-
-@pytest.fixture
-def cache():
-    return ScriptedCache()
-
-
-@pytest.fixture
-def sink():
-    return RecordingSink()
 
 
 def await_builder(builder):

@@ -5,7 +5,7 @@ import threading
 
 import fake_runner as fake
 import pytest
-from exiting_stages import PROMPT, open_stage, run
+from exiting_stages import PROMPT, open_stage
 
 from omni_core.integrations.vllm import session as session_module
 from omni_core.runtime import ThreadingRuntime
@@ -19,10 +19,10 @@ def our_threads():
 
 def test_no_thread_outlives_a_closed_stage(tmp_path):
     before = our_threads()
-    runner, session = open_stage(tmp_path, shutdown_timeout_s=BOUND_S)
-    run(runner, fake.scheduled(new=[("a-00000001", PROMPT, [1, 2], 0, 4)]))
+    stage = open_stage(tmp_path, shutdown_timeout_s=BOUND_S)
+    stage.step(fake.scheduled(new=[("a-00000001", PROMPT, [1, 2], 0, 4)]))
     assert our_threads() > before
-    session.close()
+    stage.session.close()
     assert our_threads() == before
 
 
@@ -41,18 +41,18 @@ def test_closing_waits_for_a_stuck_sink_as_long_as_the_setting_says_and_says_wha
     tmp_path, monkeypatch, caplog
 ):
     gate, entered = threading.Event(), threading.Event()
-    runner, session = open_stage(tmp_path, shutdown_timeout_s=0.05)
+    stage = open_stage(tmp_path, shutdown_timeout_s=0.05)
 
     def stuck(delivery):
         entered.set()
         assert gate.wait(BOUND_S)
 
-    monkeypatch.setattr(session.sink, "accept", stuck)
-    run(runner, fake.scheduled(new=[("a-00000001", PROMPT, [1, 2], 0, 4)]))
+    monkeypatch.setattr(stage.session.sink, "accept", stuck)
+    stage.step(fake.scheduled(new=[("a-00000001", PROMPT, [1, 2], 0, 4)]))
     assert entered.wait(BOUND_S)
     clock = ThreadingRuntime()
     before_s = clock.monotonic_s()
-    session.close()
+    stage.session.close()
     assert clock.monotonic_s() - before_s < BOUND_S / 2
     assert "within 0.05 s (shutdown_timeout_s)" in caplog.records[-1].message
     gate.set()

@@ -92,7 +92,7 @@ def test_a_memory_sink_counts_what_ended_requests_keep_until_they_are_taken(make
     assert sink.request("a").nbytes == ENDED_BYTES
     sink.take("a")
     assert sink.held_bytes == 2 * ENDED_BYTES
-    sink.take_all("b")
+    assert sink.forget(("b", 0))
     assert sink.held_bytes == ENDED_BYTES
     sink.accept(make.delivery("open", (0, 4)))
     assert sink.held_bytes == ENDED_BYTES + OPEN_BYTES

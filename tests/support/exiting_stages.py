@@ -10,53 +10,13 @@ import threading
 from pathlib import Path
 
 import fake_runner as fake
-import torch
-
-from omni_core.integrations.vllm.runner_hooks import adopt_hooks
-from omni_core.integrations.vllm.session import StageParts, StageSession
-from omni_core.integrations.vllm.settings import OmniSettings
-from omni_core.prefix_cache.config import PrefixCacheConfig
-from omni_core.prefix_cache.gate import GateDecision, GateStatus
-from omni_core.prefix_cache.policy import ModelCachePolicy
-from omni_core.runtime import ThreadingRuntime
+from fake_stage import FakeStage
 
 PROMPT = [11, 12, 13, 14]
 
 
 def open_stage(directory, shutdown_timeout_s):
-    settings = OmniSettings(
-        enabled=True,
-        sink="safetensors",
-        sink_options={"directory": directory},
-        shutdown_timeout_s=shutdown_timeout_s,
-    )
-    config = PrefixCacheConfig(
-        num_blocks=16,
-        block_size=fake.BLOCK_SIZE,
-        hidden_size=fake.HIDDEN_SIZE,
-        hidden_dtype=torch.float32,
-        max_num_tokens=64,
-    )
-    runner = fake.FakeRunner()
-    parts = StageParts(
-        settings,
-        config,
-        ModelCachePolicy(),
-        model=runner.model,
-        device=runner.device,
-        group_index=0,
-        request_ids_randomised=True,
-        stop_rule=fake.ends,
-        runtime=ThreadingRuntime(),
-    )
-    adopt_hooks(runner, parts.hooks)
-    decision = GateDecision(GateStatus.SUPPORTED, "supported", "a test")
-    return runner, StageSession(settings, decision, parts=parts, tap=None)
-
-
-def run(runner, output):
-    with torch.inference_mode():
-        runner.execute_model(output)
+    return FakeStage(sink="safetensors", sink_options={"directory": directory}, shutdown_timeout_s=shutdown_timeout_s)
 
 
 def ends_by_itself():
@@ -93,14 +53,14 @@ def in_a_child(way, directory, *, stuck):
     """Open a stage, compute a request's prompt, and leave with the request open."""
     gc.freeze()  # the parent's objects need no look at exit
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-    runner, session = open_stage(directory, shutdown_timeout_s=0.2 if stuck else 30.0)
+    stage = open_stage(directory, shutdown_timeout_s=0.2 if stuck else 30.0)
     if way is not ends_by_itself:
-        _KEPT.append(session)  # else it is garbage before the process ends
+        _KEPT.append(stage)  # else it is garbage before the process ends
     entered = threading.Event()
     if stuck:
         # The only way to a sink that hangs for ever: there is no option for it.
-        session.sink.accept = lambda delivery: (entered.set(), threading.Event().wait())
-    run(runner, fake.scheduled(new=[("a-00000001", PROMPT, [1, 2], 0, 4)]))
+        stage.session.sink.accept = lambda delivery: (entered.set(), threading.Event().wait())
+    stage.step(fake.scheduled(new=[("a-00000001", PROMPT, [1, 2], 0, 4)]))
     if stuck:
         assert entered.wait(20)
     way()

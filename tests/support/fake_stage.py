@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A fake runner that adopted the hooks of a real cache, builder and memory sink."""
+"""A fake runner that adopted the hooks of a real cache, builder and sink, put together as `open_stage` does."""
 
 import fake_runner as fake
 import torch
 
+from omni_core.integrations.vllm.chosen_layers import ChosenLayers, capture_layers
 from omni_core.integrations.vllm.runner_hooks import adopt_hooks
 from omni_core.integrations.vllm.session import StageParts, StageSession
 from omni_core.integrations.vllm.settings import OmniSettings, OnError
@@ -17,8 +18,11 @@ from omni_core.runtime import ThreadingRuntime
 class FakeStage:
     """Sixteen blocks of four tokens; `settings` as an operator gives them."""
 
-    def __init__(self, *, tap=False, model=None, policy=None, **settings):
+    def __init__(self, *, tap=False, model=None, runner=None, policy=None, runtime=None, **settings):
         self.settings = OmniSettings(enabled=True, **({"on_error": OnError.RAISE} | settings))
+        layers = ChosenLayers(self.settings.captured_layers)
+        self.runner = runner or fake.FakeRunner(model)
+        capture_layers(self.settings, self.runner)
         config = PrefixCacheConfig(
             num_blocks=16,
             block_size=fake.BLOCK_SIZE,
@@ -26,24 +30,23 @@ class FakeStage:
             hidden_dtype=torch.float32,
             max_num_tokens=64,
             staging_depth=self.settings.staging_depth,
+            extra_row_bytes=self.settings.extra_row_bytes + layers.row_bytes(fake.HIDDEN_SIZE, torch.float32),
         )
-        self.runner = fake.FakeRunner(model)
         self.parts = StageParts(
             self.settings,
             config,
-            policy or ModelCachePolicy(),
+            layers.declared_in(policy or ModelCachePolicy()),
             model=self.runner.model,
             device=self.runner.device,
             group_index=0,
             request_ids_randomised=True,
             stop_rule=fake.ends,
-            runtime=ThreadingRuntime(),
+            runtime=runtime or ThreadingRuntime(),
         )
         adopt_hooks(self.runner, self.parts.hooks)
         decision = GateDecision(GateStatus.SUPPORTED, "supported", "a test")
-        self.session = StageSession(
-            self.settings, decision, parts=self.parts, tap=install_tap(self.runner) if tap else None
-        )
+        tapped = install_tap(self.runner, layers=layers.layers) if tap else None
+        self.session = StageSession(self.settings, decision, parts=self.parts, tap=tapped)
 
     def step(self, output, **sampled):
         with torch.inference_mode():  # as vLLM's worker does

@@ -82,9 +82,8 @@ def _num_kept(runner: Any, req_id: str, sampled: Sequence[int], stop_rule: StopR
         outputs = sampled[:count]
         if params.repetition_detection is not None:
             outputs = request.output_token_ids[: num_before + count]
-        if stop_rule(
-            _RequestSoFar(params, request.num_prompt_tokens, num_before + count, outputs), runner.max_model_len
-        ):
+        so_far = _RequestSoFar(params, request.num_prompt_tokens, num_before + count, outputs)
+        if stop_rule(so_far, runner.max_model_len):
             return count
     return len(sampled)
 
@@ -97,10 +96,9 @@ def fewest_sampled(step: StepArrays) -> dict[str, int]:
 def num_valid_rows(step: StepArrays, sampled_counts: Mapping[str, int]) -> npt.NDArray[np.int64]:
     """`(num_reqs,)`: rows of each run whose token the engine keeps."""
     counts = np.diff(step.starts)
-    drafts = _drafts(step)
-    for index, req_id in enumerate(step.req_ids):
-        if req_id in drafts:
-            counts[index] += sampled_counts[req_id] - 1 - drafts[req_id]
+    if step.num_draft_tokens is not None:
+        for index in step.num_draft_tokens.nonzero()[0]:
+            counts[index] += sampled_counts[step.req_ids[index]] - 1 - step.num_draft_tokens[index]
     return counts
 
 

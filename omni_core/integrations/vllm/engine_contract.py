@@ -136,7 +136,7 @@ CONFIGURATION = (
     *_has("config/scheduler.py", "SchedulerConfig", "policy", "max_num_batched_tokens", "async_scheduling"),
     *_has("config/model.py", "ModelConfig", "runner_type", "dtype", "get_hidden_size", "get_total_num_hidden_layers"),
     *_has("config/speculative.py", "SpeculativeConfig", "num_speculative_tokens", "method"),
-    *_has("config/kv_transfer.py", "KVTransferConfig", "kv_role"),
+    *_has("config/kv_transfer.py", "KVTransferConfig", "kv_role", "kv_connector"),
     *_has("config/kernel.py", "IrOpPriorityConfig", "fused_add_rms_norm"),
     *_has("config/kernel.py", "KernelConfig", "ir_op_priority"),
     *_has(_KV, "KVCacheConfig", "num_blocks", "kv_cache_groups"),

@@ -16,7 +16,6 @@ from omni_core.sinks.base import PossibleSample
 UNKNOWN_TOKEN_ID = -1
 """Stands at positions whose token the engine never told us (a prompt given as embeddings)."""
 
-
 _MIN_TOKENS = 64
 
 
@@ -64,11 +63,6 @@ class RequestLedger:
     def sample(self) -> PossibleSample | None:
         """What the id says if this is one of several samples."""
         return None if self.client is None else self.client.sample
-
-    @property
-    def has_run(self) -> bool:
-        """Whether a step computed any of its tokens."""
-        return bool(self._promised)
 
     @property
     def prompt_computed(self) -> bool:

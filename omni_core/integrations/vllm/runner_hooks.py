@@ -32,10 +32,7 @@ from omni_core.integrations.vllm.errors import StepNotSavedError
 from omni_core.integrations.vllm.settings import OnError
 from omni_core.integrations.vllm.step_events import SchedulerOutput, step_events
 from omni_core.integrations.vllm.versions import StageOutputsModel, StepArrays, prompt_token_ids, step_arrays
-from omni_core.prefix_cache.errors import (
-    OmniPrefixCacheUnmatchError,
-    StepTooLargeError,
-)
+from omni_core.prefix_cache.errors import OmniPrefixCacheUnmatchError, StepTooLargeError
 from omni_core.prefix_cache.events import StepEvents, StepLayout
 
 _LOG = logging.getLogger(__name__)
@@ -151,7 +148,8 @@ class StepHooks:
     def after_forward(self, runner: Any, scheduler_output: SchedulerOutput) -> None:
         """Save the rows of the forward that has just run, if one ran and this rank has its outputs.
 
-        Blocks at most `staging_claim_timeout_s`, and only if the sink stalls or the copies to host fall behind.
+        Blocks only if the builder or the copies to host fall behind, or a sink that is waited for
+        (`on_slow_sink="wait"`); for each at most `staging_claim_timeout_s`, once until that moves again.
         """
         state = runner.execute_model_state
         if state is not None:
