@@ -4,13 +4,10 @@
 Each scenario runs once, in a process of its own.
 """
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from engine_program import run_engine_program
 from results import record
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
@@ -23,18 +20,8 @@ RELATIVE_TOLERANCE = 1e-4
 
 
 def run_scenario(name, directory, program="layer_scenarios.py"):
-    result = directory / f"{name}.json"
-    path = os.pathsep.join(filter(None, (str(HERE), str(HERE / "ways_to_run"), os.environ.get("PYTHONPATH"))))
-    run = subprocess.run(
-        [sys.executable, str(HERE / program), name, str(result)],
-        capture_output=True,
-        text=True,
-        timeout=500,
-        check=False,
-        env=os.environ | {"PYTHONPATH": path, "PYTHONWARNINGS": "default"},  # vLLM warns a lot of its own
-    )
-    assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-6000:]
-    return json.loads(result.read_text())
+    modules = (HERE, HERE / "ways_to_run")
+    return run_engine_program(HERE / program, name, directory / f"{name}.json", modules=modules)
 
 
 @pytest.fixture(scope="module")

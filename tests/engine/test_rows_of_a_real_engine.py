@@ -4,14 +4,11 @@
 Each scenario runs once, in a process of its own, first with Omni Core and then on an engine without prefix caching.
 """
 
-import json
-import os
-import subprocess
-import sys
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from engine_program import run_engine_program
 from results import record
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
@@ -22,17 +19,7 @@ UNSERVED = {"cold1-2"}  # its sink fails
 
 
 def run_scenario(name, directory):
-    result = directory / f"{name}.json"
-    run = subprocess.run(
-        [sys.executable, str(HERE / "engine_scenarios.py"), name, str(result)],
-        capture_output=True,
-        text=True,
-        timeout=500,
-        check=False,
-        env=os.environ | {"PYTHONWARNINGS": "default"},  # vLLM warns a lot of its own
-    )
-    assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-6000:]
-    return json.loads(result.read_text())
+    return run_engine_program(HERE / "engine_scenarios.py", name, directory / f"{name}.json")
 
 
 @pytest.fixture(scope="module")
