@@ -13,7 +13,7 @@ SETUP := scripts/setup_venv.sh
 # One thread: with two vLLM's kernels and the cache's own threads fight over a small machine's cores.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
 
-# Other releases of vLLM for `make soak`: those of Runs.NIGHTLY in omni_core/integrations/vllm/engine_releases.py.
+# Other releases of vLLM for `make soak`: those of Runs.NIGHTLY in omni_core/integrations/vllm/releases/engine_releases.py.
 NIGHTLY_VLLM := 0.27.0 0.30.0
 VLLM ?= $(NIGHTLY_VLLM)
 OTHER_VERSIONS := tests/engine/test_other_versions.py::test_the_engine_tests_pass_on_another_release

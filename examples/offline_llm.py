@@ -15,8 +15,8 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 
 from vllm import LLM, SamplingParams
 
+from omni_core.integrations.vllm.rpc.stage_client import flush_stage
 from omni_core.integrations.vllm.session import stage_session
-from omni_core.integrations.vllm.stage_client import flush_stage
 
 SHARED = (
     "The lighthouse keeper wrote down the weather every evening: the wind, the height of the waves, the ships that "

@@ -17,7 +17,7 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 from training_rows import training_examples
 from vllm import LLM, SamplingParams
 
-from omni_core.integrations.vllm.stage_client import flush_stage
+from omni_core.integrations.vllm.rpc.stage_client import flush_stage
 
 SHARED = (
     "You are a patient teacher. Answer in one sentence, in plain words, and say so when you do not know. "

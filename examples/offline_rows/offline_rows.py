@@ -10,7 +10,7 @@ import argparse
 
 from vllm import LLM, SamplingParams
 
-from omni_core.integrations.vllm.stage_client import stage_reports, take_rows
+from omni_core.integrations.vllm.rpc.stage_client import stage_reports, take_rows
 
 SHARED = (
     "The lighthouse keeper wrote down the weather every evening: the wind, the height of the waves, the ships that "

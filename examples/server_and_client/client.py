@@ -13,8 +13,8 @@ from typing import Any
 
 import httpx
 
-from omni_core.integrations.vllm.async_stage_client import take_rows_through
-from omni_core.integrations.vllm.rows_over_rpc import WorkerCall
+from omni_core.integrations.vllm.rpc.async_stage_client import take_rows_through
+from omni_core.integrations.vllm.rpc.rows_over_rpc import WorkerCall
 from omni_core.sinks.rows import StoredRequest
 
 SHARED = (

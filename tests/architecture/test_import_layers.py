@@ -45,7 +45,7 @@ LAYERS = {  # layer -> the other layers it may import; a module belongs to the l
     "omni_core.testing.os_threads": {"omni_core"},  # real threads under the testing runtimes, and nothing else
     "omni_core.pytest_plugin": {"omni_core", "omni_core.testing"},  # inside its fixtures; nothing but pytest at load
     "omni_core.integrations": {*CORE, "omni_core.backend.registry", "omni_core.prefix_cache", "omni_core.sinks"},
-    "omni_core.integrations.vllm.async_stage_client": {  # runs on the event loop of vLLM's AsyncLLM
+    "omni_core.integrations.vllm.rpc.async_stage_client": {  # runs on the event loop of vLLM's AsyncLLM
         *CORE,
         "omni_core.integrations",
         "omni_core.sinks",
@@ -84,7 +84,7 @@ ONLY_IMPORTED_BY = {  # foreign package -> the only layers that may import it
     "threading": {"omni_core.runtime", "omni_core.testing.os_threads"},
     "_thread": set(),
     "queue": set(),
-    "asyncio": {"omni_core.integrations.vllm.async_stage_client"},
+    "asyncio": {"omni_core.integrations.vllm.rpc.async_stage_client"},
     "concurrent": set(),
     "multiprocessing": set(),
     "time.monotonic": {"omni_core.runtime"},

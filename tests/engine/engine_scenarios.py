@@ -17,7 +17,7 @@ from engine_workload import Engine
 from tiny_model import CODES_KEY, VOCAB_SIZE, save_tiny_model
 
 from omni_core.integrations.vllm.errors import GateRefusedError
-from omni_core.integrations.vllm.stage_client import flush_stage
+from omni_core.integrations.vllm.rpc.stage_client import flush_stage
 from omni_core.prefix_cache.config import HIDDEN_KEY
 
 KEYS = (HIDDEN_KEY, CODES_KEY)

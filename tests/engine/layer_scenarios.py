@@ -25,7 +25,7 @@ from vllm import LLM, SamplingParams
 from vllm.config import VllmConfig
 
 from omni_core.integrations.vllm.errors import SettingsError
-from omni_core.integrations.vllm.stage_client import flush_stage
+from omni_core.integrations.vllm.rpc.stage_client import flush_stage
 from omni_core.prefix_cache.config import HIDDEN_KEY
 
 LAYERS = [0, 1, 2]  # of a model with two decoder layers

@@ -20,7 +20,7 @@ os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
 
 from vllm import LLM, SamplingParams
 
-from omni_core.integrations.vllm.stage_client import flush_stage, take_rows
+from omni_core.integrations.vllm.rpc.stage_client import flush_stage, take_rows
 
 WORKERS = {
     "tensor_parallel": "checking_worker.OmniCheckingCpuWorker",

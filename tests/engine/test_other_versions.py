@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from omni_core.integrations.vllm.engine_releases import ENGINE_RELEASES, Runs
+from omni_core.integrations.vllm.releases.engine_releases import ENGINE_RELEASES, Runs
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1800)]
 

@@ -7,7 +7,7 @@ import threading
 import pytest
 from delivery_rig import AT_ONCE_S, BOUND_S, deliver, running, step
 
-from omni_core.integrations.vllm.builder import StartedRequest
+from omni_core.integrations.vllm.delivery.builder import StartedRequest
 from omni_core.integrations.vllm.errors import FlushTimeoutError
 from omni_core.prefix_cache.config import HIDDEN_KEY
 from omni_core.prefix_cache.errors import HitRowsAbsentError

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from omni_core.integrations.vllm.builder import BuiltStep, StageBuilder, StartedRequest
+from omni_core.integrations.vllm.delivery.builder import BuiltStep, StageBuilder, StartedRequest
 from omni_core.integrations.vllm.request_ids import client_request
 from omni_core.integrations.vllm.settings import OnSlowSink
 from omni_core.prefix_cache.config import HIDDEN_KEY

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omni_core.integrations.vllm.ledger import UNKNOWN_TOKEN_ID, RequestLedger
+from omni_core.integrations.vllm.delivery.ledger import UNKNOWN_TOKEN_ID, RequestLedger
 from omni_core.integrations.vllm.request_ids import ClientRequest
 
 

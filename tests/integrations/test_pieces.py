@@ -3,7 +3,7 @@
 
 import torch
 
-from omni_core.integrations.vllm.pieces import pieces_of
+from omni_core.integrations.vllm.delivery.pieces import pieces_of
 from omni_core.prefix_cache.outputs import RequestRows
 
 

@@ -6,7 +6,7 @@ import logging
 import pytest
 from delivery_rig import BOUND_S, EndlessCache, deliver, running, step
 
-from omni_core.integrations.vllm.builder import StartedRequest
+from omni_core.integrations.vllm.delivery.builder import StartedRequest
 from omni_core.prefix_cache.config import HIDDEN_KEY
 from omni_core.prefix_cache.outputs import RequestRows, StageCacheOutputs
 from omni_core.sinks.base import RequestEnd

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 from delivery_rig import BOUND_S, deliver, running, step
 
-from omni_core.integrations.vllm.builder import StartedRequest
+from omni_core.integrations.vllm.delivery.builder import StartedRequest
 from omni_core.integrations.vllm.request_ids import client_request
 from omni_core.sinks.base import RequestEnd
 from omni_core.sinks.errors import AmbiguousRequestError, UnknownRequestError

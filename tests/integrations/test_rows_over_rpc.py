@@ -12,12 +12,6 @@ import pytest
 import torch
 from fake_stage import FakeStage
 
-from omni_core.integrations.vllm.async_stage_client import (
-    flush_stage_async,
-    stage_reports_async,
-    take_rows_async,
-    take_rows_through,
-)
 from omni_core.integrations.vllm.errors import (
     FlushTimeoutError,
     IntegrationError,
@@ -25,17 +19,23 @@ from omni_core.integrations.vllm.errors import (
     RpcArgumentError,
     StageNotFoundError,
 )
-from omni_core.integrations.vllm.rows_over_rpc import (
+from omni_core.integrations.vllm.rpc.async_stage_client import (
+    flush_stage_async,
+    stage_reports_async,
+    take_rows_async,
+    take_rows_through,
+)
+from omni_core.integrations.vllm.rpc.rows_over_rpc import (
     MAX_PIECE_BYTES,
     RowsEncoding,
     reports_from_flush,
     reports_from_replies,
     taking,
 )
+from omni_core.integrations.vllm.rpc.stage_client import flush_stage, stage_reports, take_rows
+from omni_core.integrations.vllm.rpc.worker_calls import WorkerCalls, answer
 from omni_core.integrations.vllm.session import StageSession
 from omni_core.integrations.vllm.settings import OmniSettings, OnError
-from omni_core.integrations.vllm.stage_client import flush_stage, stage_reports, take_rows
-from omni_core.integrations.vllm.worker_calls import WorkerCalls, answer
 from omni_core.prefix_cache.config import HIDDEN_KEY
 from omni_core.prefix_cache.gate import GateDecision, GateStatus
 from omni_core.runtime import ThreadingRuntime

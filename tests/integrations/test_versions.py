@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from omni_core.integrations.vllm.engine_releases import ENGINE_RELEASES, Runs, engine_version_problem
+from omni_core.integrations.vllm.releases.engine_releases import ENGINE_RELEASES, Runs, engine_version_problem
 from omni_core.integrations.vllm.versions import collective_rpc_of_every_engine, prefix_replay_tokens
 
 ROOT = Path(__file__).parents[2]

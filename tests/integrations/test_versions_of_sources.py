@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from omni_core.integrations.vllm.engine_contract import (
+from omni_core.integrations.vllm.releases.engine_contract import (
     ENGINE_CONTRACT,
     FIRST_RELEASE,
     EngineFact,
     FactKind,
     contract_of,
 )
-from omni_core.integrations.vllm.engine_releases import NEWEST_RELEASE, release_of
-from omni_core.integrations.vllm.engine_sources import EngineSources
+from omni_core.integrations.vllm.releases.engine_releases import NEWEST_RELEASE, release_of
+from omni_core.integrations.vllm.releases.engine_sources import EngineSources
 
 SAMPLE = """
 if TYPE_CHECKING:

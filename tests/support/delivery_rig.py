@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-from omni_core.integrations.vllm.builder import BuiltStep, StageBuilder
+from omni_core.integrations.vllm.delivery.builder import BuiltStep, StageBuilder
 from omni_core.integrations.vllm.request_ids import ClientRequest
 from omni_core.integrations.vllm.settings import OnSlowSink
 from omni_core.prefix_cache.config import HIDDEN_KEY

@@ -8,11 +8,11 @@ from typing import Any
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from omni_core.integrations.vllm.chosen_layers import capture_layers
+from omni_core.integrations.vllm.rpc.worker_calls import WorkerCalls, answer
 from omni_core.integrations.vllm.session import StageSession
 from omni_core.integrations.vllm.settings import OmniSettings
 from omni_core.integrations.vllm.stage import check_stage, open_stage
 from omni_core.integrations.vllm.versions import adopt_engine_logging
-from omni_core.integrations.vllm.worker_calls import WorkerCalls, answer
 
 
 class OmniCpuWorker(CPUWorker):  # type: ignore[misc]  # vLLM ships no types, so its class is Any to the checker

@@ -25,9 +25,9 @@ from omni_core.integrations.vllm.accepted_tokens import (
     kept_samples,
     num_valid_rows,
 )
-from omni_core.integrations.vllm.builder import BuiltStep, StageBuilder, StartedRequest
 from omni_core.integrations.vllm.chosen_layers import ChosenLayers
-from omni_core.integrations.vllm.delivery_log import error_text
+from omni_core.integrations.vllm.delivery.builder import BuiltStep, StageBuilder, StartedRequest
+from omni_core.integrations.vllm.delivery.delivery_log import error_text
 from omni_core.integrations.vllm.errors import StepNotSavedError
 from omni_core.integrations.vllm.settings import OnError
 from omni_core.integrations.vllm.step_events import SchedulerOutput, step_events

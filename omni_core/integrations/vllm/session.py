@@ -16,8 +16,8 @@ import torch
 from omni_core.backend.base import DeviceBackend
 from omni_core.backend.registry import backend_for_tensor
 from omni_core.integrations.vllm.accepted_tokens import StopRule
-from omni_core.integrations.vllm.builder import StageBuilder
 from omni_core.integrations.vllm.chosen_layers import ChosenLayers
+from omni_core.integrations.vllm.delivery.builder import StageBuilder
 from omni_core.integrations.vllm.errors import RowsNotKeptError, StageNotFoundError
 from omni_core.integrations.vllm.request_ids import client_request
 from omni_core.integrations.vllm.runner_hooks import CurrentStep, StepHooks

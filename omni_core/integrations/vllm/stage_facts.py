@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from omni_core.integrations.vllm.chosen_layers import ChosenLayers
-from omni_core.integrations.vllm.engine_contract import EngineFact
-from omni_core.integrations.vllm.engine_releases import engine_version_problem
 from omni_core.integrations.vllm.errors import GateRefusedError
+from omni_core.integrations.vllm.releases.engine_contract import EngineFact
+from omni_core.integrations.vllm.releases.engine_releases import engine_version_problem
 from omni_core.integrations.vllm.settings import OmniSettings
 from omni_core.prefix_cache.config import PrefixCacheConfig
 from omni_core.prefix_cache.gate import GateDecision, GateStatus, StageFacts, stage_prefix_cache_config

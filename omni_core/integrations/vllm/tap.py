@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from omni_core.integrations.vllm.ledger import UNKNOWN_TOKEN_ID
+from omni_core.integrations.vllm.delivery.ledger import UNKNOWN_TOKEN_ID
 from omni_core.integrations.vllm.versions import STAGE_OUTPUTS_METHOD, stage_outputs_model
 from omni_core.prefix_cache.config import HIDDEN_KEY
 

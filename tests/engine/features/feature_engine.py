@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 
 from vllm import LLM, SamplingParams
 
-from omni_core.integrations.vllm.ledger import UNKNOWN_TOKEN_ID
+from omni_core.integrations.vllm.delivery.ledger import UNKNOWN_TOKEN_ID
+from omni_core.integrations.vllm.rpc.stage_client import flush_stage
 from omni_core.integrations.vllm.session import stage_session
-from omni_core.integrations.vllm.stage_client import flush_stage
 from omni_core.sinks.safetensors_files import SafetensorsSink, read_request_file, request_files
 
 WORKER = "omni_core.integrations.vllm.cpu_worker.OmniCpuWorker"

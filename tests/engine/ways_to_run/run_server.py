@@ -27,8 +27,8 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
-from omni_core.integrations.vllm.async_stage_client import flush_through, take_rows_through
-from omni_core.integrations.vllm.rows_over_rpc import WorkerCall
+from omni_core.integrations.vllm.rpc.async_stage_client import flush_through, take_rows_through
+from omni_core.integrations.vllm.rpc.rows_over_rpc import WorkerCall
 from omni_core.sinks.errors import UnknownRequestError
 from omni_core.sinks.rows import StoredRequest
 from omni_core.sinks.safetensors_files import read_request_file, read_requests_of_client, request_files

@@ -24,8 +24,8 @@ from vllm import LLM, AsyncEngineArgs, SamplingParams
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from omni_core.integrations.vllm.async_stage_client import flush_stage_async, stage_reports_async, take_rows_async
-from omni_core.integrations.vllm.stage_client import flush_stage, stage_reports, take_rows
+from omni_core.integrations.vllm.rpc.async_stage_client import flush_stage_async, stage_reports_async, take_rows_async
+from omni_core.integrations.vllm.rpc.stage_client import flush_stage, stage_reports, take_rows
 from omni_core.integrations.vllm.versions import collective_rpc_of_every_engine
 from omni_core.prefix_cache.config import HIDDEN_KEY
 

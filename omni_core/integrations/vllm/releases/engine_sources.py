@@ -7,7 +7,7 @@ import ast
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from omni_core.integrations.vllm.engine_contract import EngineFact, FactKind
+from omni_core.integrations.vllm.releases.engine_contract import EngineFact, FactKind
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 

@@ -16,13 +16,13 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from omni_core.integrations.vllm.built_step import BuiltStep, StartedRequest, StepSource
-from omni_core.integrations.vllm.delivery_assembler import DeliveryAssembler
-from omni_core.integrations.vllm.delivery_log import Count, DeliveryLog, error_text
+from omni_core.integrations.vllm.delivery.built_step import BuiltStep, StartedRequest, StepSource
+from omni_core.integrations.vllm.delivery.delivery_assembler import DeliveryAssembler
+from omni_core.integrations.vllm.delivery.delivery_log import Count, DeliveryLog, error_text
+from omni_core.integrations.vllm.delivery.sink_feeder import SinkFeeder
 from omni_core.integrations.vllm.errors import FlushTimeoutError
 from omni_core.integrations.vllm.request_ids import ClientRequest
 from omni_core.integrations.vllm.settings import OnSlowSink
-from omni_core.integrations.vllm.sink_feeder import SinkFeeder
 from omni_core.runtime import Runtime
 from omni_core.sinks.base import StageSink
 

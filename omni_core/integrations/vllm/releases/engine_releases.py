@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from omni_core.integrations.vllm.engine_contract import Release
+from omni_core.integrations.vllm.releases.engine_contract import Release
 from omni_core.integrations.vllm.settings import SECTION
 
 

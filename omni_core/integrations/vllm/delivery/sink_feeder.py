@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from omni_core.integrations.vllm.delivery_log import Count, DeliveryLog, error_text
+from omni_core.integrations.vllm.delivery.delivery_log import Count, DeliveryLog, error_text
 from omni_core.runtime import Runtime
 from omni_core.sinks.base import RequestKey, SinkDelivery, SinkRequestEnd, StageSink
 from omni_core.sinks.sizes import ENTRY_BYTES, held_nbytes

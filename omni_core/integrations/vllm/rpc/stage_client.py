@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from omni_core.integrations.vllm.errors import FlushTimeoutError
-from omni_core.integrations.vllm.rows_over_rpc import (
+from omni_core.integrations.vllm.rpc.rows_over_rpc import (
     DEFAULT_RPC_FLUSH_WAIT_S,
     RowsEncoding,
     WorkerCall,

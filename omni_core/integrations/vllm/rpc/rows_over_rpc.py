@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from omni_core.integrations.vllm.delivery_log import error_text
+from omni_core.integrations.vllm.delivery.delivery_log import error_text
 from omni_core.integrations.vllm.errors import (
     FlushTimeoutError,
     IntegrationError,

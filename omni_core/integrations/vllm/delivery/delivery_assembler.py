@@ -6,12 +6,12 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 
-from omni_core.integrations.vllm.built_step import BuiltStep, StartedRequest, StepSource
-from omni_core.integrations.vllm.delivery_log import Count, DeliveryLog, error_text
-from omni_core.integrations.vllm.ledger import RequestLedger
-from omni_core.integrations.vllm.pieces import pieces_of
+from omni_core.integrations.vllm.delivery.built_step import BuiltStep, StartedRequest, StepSource
+from omni_core.integrations.vllm.delivery.delivery_log import Count, DeliveryLog, error_text
+from omni_core.integrations.vllm.delivery.ledger import RequestLedger
+from omni_core.integrations.vllm.delivery.pieces import pieces_of
+from omni_core.integrations.vllm.delivery.sink_feeder import FedStep, SinkFeeder
 from omni_core.integrations.vllm.request_ids import ClientRequest
-from omni_core.integrations.vllm.sink_feeder import FedStep, SinkFeeder
 from omni_core.prefix_cache.config import HIDDEN_KEY
 from omni_core.prefix_cache.outputs import RequestRows
 from omni_core.sinks.base import RequestEnd, SinkDelivery, SinkRequestEnd

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 from omni_core.integrations.vllm.errors import FlushTimeoutError
-from omni_core.integrations.vllm.rows_over_rpc import (
+from omni_core.integrations.vllm.rpc.rows_over_rpc import (
     RowsEncoding,
     WorkerCall,
     flush_call,

@@ -19,7 +19,7 @@ from dataclasses import asdict
 from typing import Any
 
 from omni_core.integrations.vllm.errors import RpcArgumentError
-from omni_core.integrations.vllm.rows_over_rpc import (
+from omni_core.integrations.vllm.rpc.rows_over_rpc import (
     DEFAULT_RPC_FLUSH_WAIT_S,
     MAX_PIECE_BYTES,
     MAX_RPC_FLUSH_WAIT_S,
