@@ -320,4 +320,4 @@ def test_the_host_memory_figure_is_the_configurations():
     )
     figure = f"{config.pool_bytes(config.hidden_row_bytes):,} bytes"
     assert figure in (REPOSITORY / "README.md").read_text(encoding="utf-8")
-    assert figure in (DOCS / "settings.md").read_text(encoding="utf-8")
+    assert figure in (DOCS / "sizing.md").read_text(encoding="utf-8")
