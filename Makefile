@@ -68,13 +68,13 @@ coverage:
 		-m "not engine and not packaging and not slow" --deselect tests/core/test_operation_budget.py
 	$(BIN)/python -m coverage report
 
-matrix: export OMNI_CORE_FEATURE_RESULTS := $(CURDIR)/build/feature-results
+matrix: export FEATURE_RESULTS_FOLDER := $(CURDIR)/build/feature-results
 matrix:
 	@$(SETUP) core engine
 	scripts/setup_vllm.sh $(NIGHTLY_VLLM)
-	rm -rf $(OMNI_CORE_FEATURE_RESULTS)
+	rm -rf $(FEATURE_RESULTS_FOLDER)
 	$(PYTEST) --timeout 3600 -o faulthandler_timeout=3500 -m engine tests/engine
-	PYTHONPATH=tests/engine/features $(BIN)/python scripts/render_feature_matrix.py --results $(OMNI_CORE_FEATURE_RESULTS)
+	PYTHONPATH=tests/engine/features $(BIN)/python scripts/render_feature_matrix.py --results $(FEATURE_RESULTS_FOLDER)
 
 # Long tests may take longer than the time after which stacks are dumped.
 soak:

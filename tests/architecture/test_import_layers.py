@@ -29,6 +29,7 @@ LAYERS = {  # layer -> the other layers it may import; a module belongs to the l
     "omni_core": set(),  # the package itself: a version and a docstring
     "omni_core.runtime": {"omni_core"},
     "omni_core.plugins": {"omni_core"},
+    "omni_core.settings": {"omni_core"},  # the operator's; nothing of the core knows where a value came from
     "omni_core.backend": {*BOTTOM},
     "omni_core.backend.registry": {*CORE},
     "omni_core.backend.conformance": {*CORE, "omni_core.backend.registry"},
@@ -44,7 +45,13 @@ LAYERS = {  # layer -> the other layers it may import; a module belongs to the l
     },
     "omni_core.testing.os_threads": {"omni_core"},  # real threads under the testing runtimes, and nothing else
     "omni_core.pytest_plugin": {"omni_core", "omni_core.testing"},  # inside its fixtures; nothing but pytest at load
-    "omni_core.integrations": {*CORE, "omni_core.backend.registry", "omni_core.prefix_cache", "omni_core.sinks"},
+    "omni_core.integrations": {
+        *CORE,
+        "omni_core.backend.registry",
+        "omni_core.prefix_cache",
+        "omni_core.settings",
+        "omni_core.sinks",
+    },
     "omni_core.integrations.vllm.rpc.async_stage_client": {  # runs on the event loop of vLLM's AsyncLLM
         *CORE,
         "omni_core.integrations",
@@ -58,6 +65,7 @@ LAYERS = {  # layer -> the other layers it may import; a module belongs to the l
     },
     "omni_core.cli": {
         *CORE,
+        "omni_core.settings",
         "omni_core.backend.registry",
         "omni_core.prefix_cache",
         "omni_core.sinks",

@@ -26,9 +26,9 @@ import omni_core.integrations.vllm.errors
 import omni_core.prefix_cache.errors
 import omni_core.sinks.errors
 from omni_core.cli.main import COMMANDS
-from omni_core.integrations.vllm.settings import OmniSettings
 from omni_core.prefix_cache.config import PrefixCacheConfig
 from omni_core.prefix_cache.gate import GATE_RULES
+from omni_core.settings.stage_settings import StageSettings
 
 REPOSITORY = Path(__file__).parents[2]
 DOCS = REPOSITORY / "docs"
@@ -263,7 +263,7 @@ def expected_settings(settings):
 
 def test_operator_settings_table_is_the_settings():
     rows = table("settings.md", "Setting", "Default", "Meaning")
-    assert settings_of(rows) == expected_settings(OmniSettings)
+    assert settings_of(rows) == expected_settings(StageSettings)
 
 
 def test_cache_settings_table_is_the_configuration():

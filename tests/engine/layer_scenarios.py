@@ -24,9 +24,9 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
 from vllm import LLM, SamplingParams
 from vllm.config import VllmConfig
 
-from omni_core.integrations.vllm.errors import SettingsError
 from omni_core.integrations.vllm.rpc.stage_client import flush_stage
 from omni_core.prefix_cache.config import HIDDEN_KEY
+from omni_core.settings.errors import SettingsError
 
 LAYERS = [0, 1, 2]  # of a model with two decoder layers
 KEYS = {layer: f"hidden_states.layer_{layer}" for layer in LAYERS}

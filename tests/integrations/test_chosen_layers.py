@@ -9,11 +9,12 @@ import torch
 from fake_stage import FakeStage
 
 from omni_core.integrations.vllm.chosen_layers import ChosenLayers, capture_layers, check_layers, layer_key
-from omni_core.integrations.vllm.errors import LayersNotCapturedError, SettingsError
-from omni_core.integrations.vllm.settings import OmniSettings, OnError
+from omni_core.integrations.vllm.errors import LayersNotCapturedError
 from omni_core.integrations.vllm.stage_facts import cache_config
 from omni_core.prefix_cache.config import HIDDEN_KEY
 from omni_core.prefix_cache.policy import ModelCachePolicy
+from omni_core.settings.errors import SettingsError
+from omni_core.settings.stage_settings import OnError, StageSettings
 
 BOUND_S = 20.0
 PROMPT = [11, 12, 13, 14, 15, 16, 17, 18, 19, 20]
@@ -131,7 +132,7 @@ def test_staging_grows_with_the_layers_by_itself():
     )
 
     def extra(**settings):
-        made = cache_config(OmniSettings(extra_row_bytes=8, **settings), config, num_blocks=10, block_size=32)
+        made = cache_config(StageSettings(extra_row_bytes=8, **settings), config, num_blocks=10, block_size=32)
         return made.extra_row_bytes
 
     assert extra(enabled=True) == 8
@@ -148,9 +149,9 @@ def test_without_layers_model_and_runner_are_left_alone(stages):
 
 def test_layers_of_a_stage_that_is_not_enabled_or_pools_are_not_captured():
     runner = LayeredRunner(LayeredModel())
-    capture_layers(OmniSettings(enabled=False, layers=(1,)), runner)
+    capture_layers(StageSettings(enabled=False, layers=(1,)), runner)
     runner.is_pooling_model = True
-    capture_layers(OmniSettings(enabled=True, layers=(1,)), runner)
+    capture_layers(StageSettings(enabled=True, layers=(1,)), runner)
     assert runner.model.layers == ()
     assert not runner.use_aux_hidden_state_outputs
 
@@ -200,7 +201,7 @@ def vllm_config(**changed):
 
 @pytest.mark.parametrize("layers", [(), (0,), (4,), (0, 1, 2, 3, 4)])
 def test_layers_the_model_has_are_let_through(layers):
-    check_layers(OmniSettings(enabled=True, layers=layers), vllm_config())
+    check_layers(StageSettings(enabled=True, layers=layers), vllm_config())
 
 
 @pytest.mark.parametrize(
@@ -227,7 +228,7 @@ def test_layers_the_model_has_are_let_through(layers):
 )
 def test_layers_the_engine_cannot_give_are_refused_by_name(layers, changed, named):
     with pytest.raises(SettingsError) as refusal:
-        check_layers(OmniSettings(enabled=True, layers=layers), vllm_config(**changed))
+        check_layers(StageSettings(enabled=True, layers=layers), vllm_config(**changed))
     for text in named:
         assert text in str(refusal.value)
 
@@ -235,25 +236,25 @@ def test_layers_the_engine_cannot_give_are_refused_by_name(layers, changed, name
 def test_other_speculation_and_in_place_kernels_without_layer_0_are_let_through():
     kernels = SimpleNamespace(ir_op_priority=SimpleNamespace(fused_add_rms_norm=["vllm_c"]))
     config = vllm_config(speculative_config=SimpleNamespace(method="ngram"), kernel_config=kernels)
-    check_layers(OmniSettings(enabled=True, layers=(1, 2)), config)
+    check_layers(StageSettings(enabled=True, layers=(1, 2)), config)
 
 
 def test_nothing_is_asked_of_a_stage_without_a_use_for_layers():
-    check_layers(OmniSettings(enabled=False, layers=(99,)), vllm_config())
+    check_layers(StageSettings(enabled=False, layers=(99,)), vllm_config())
     pooling = SimpleNamespace(get_total_num_hidden_layers=lambda: 4, runner_type="pooling")
-    check_layers(OmniSettings(enabled=True, layers=(99,)), vllm_config(model_config=pooling))
+    check_layers(StageSettings(enabled=True, layers=(99,)), vllm_config(model_config=pooling))
 
 
 def test_a_model_that_cannot_hand_out_layers_is_refused():
     with pytest.raises(SettingsError, match=r"layers=\[1\]: FakeModel cannot hand out its layers"):
-        capture_layers(OmniSettings(enabled=True, layers=(1,)), LayeredRunner(fake.FakeModel()))
+        capture_layers(StageSettings(enabled=True, layers=(1,)), LayeredRunner(fake.FakeModel()))
 
 
 def test_an_engine_that_captures_layers_already_is_refused_and_left_as_it_was():
     runner = LayeredRunner(LayeredModel())
     runner.use_aux_hidden_state_outputs = True
     with pytest.raises(SettingsError, match="captures layers already"):
-        capture_layers(OmniSettings(enabled=True, layers=(1,)), runner)
+        capture_layers(StageSettings(enabled=True, layers=(1,)), runner)
     assert runner.model.layers == ()
 
 

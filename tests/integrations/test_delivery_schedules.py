@@ -11,9 +11,9 @@ import torch
 
 from omni_core.integrations.vllm.delivery.builder import BuiltStep, StageBuilder, StartedRequest
 from omni_core.integrations.vllm.request_ids import client_request
-from omni_core.integrations.vllm.settings import OnSlowSink
 from omni_core.prefix_cache.config import HIDDEN_KEY
 from omni_core.prefix_cache.outputs import RequestRows, StageCacheOutputs
+from omni_core.settings.stage_settings import OnSlowSink
 from omni_core.sinks.base import RequestEnd, StageSink
 from omni_core.testing.seeded_runtime import SeededRuntime
 

@@ -35,10 +35,10 @@ from omni_core.integrations.vllm.rpc.rows_over_rpc import (
 from omni_core.integrations.vllm.rpc.stage_client import flush_stage, stage_reports, take_rows
 from omni_core.integrations.vllm.rpc.worker_calls import WorkerCalls, answer
 from omni_core.integrations.vllm.session import StageSession
-from omni_core.integrations.vllm.settings import OmniSettings, OnError
 from omni_core.prefix_cache.config import HIDDEN_KEY
 from omni_core.prefix_cache.gate import GateDecision, GateStatus
 from omni_core.runtime import ThreadingRuntime
+from omni_core.settings.stage_settings import OnError, StageSettings
 from omni_core.sinks.errors import InvalidRequestFileError, RequestNotEndedError, UnknownRequestError
 
 BOUND_S = 20.0
@@ -80,7 +80,7 @@ class WorkerWithoutCache(Worker):
 
     def __init__(self):
         decision = GateDecision(GateStatus.IGNORED, "not_output_rank", "a test")
-        self.session = StageSession(OmniSettings(enabled=True), decision, parts=None, tap=None)
+        self.session = StageSession(StageSettings(enabled=True), decision, parts=None, tap=None)
         self.calls = WorkerCalls(self.session)
 
 

@@ -12,11 +12,11 @@ from fake_stage import FakeStage
 from omni_core.integrations.vllm.errors import StageNotFoundError
 from omni_core.integrations.vllm.runner_hooks import MAX_FAILED_STEPS_IN_A_ROW, adopt_hooks
 from omni_core.integrations.vllm.session import StageSession, stage_session
-from omni_core.integrations.vllm.settings import OmniSettings, OnError
 from omni_core.integrations.vllm.tap import install_tap
 from omni_core.prefix_cache.config import HIDDEN_KEY
 from omni_core.prefix_cache.errors import OmniPrefixCacheStagingTimeoutError
 from omni_core.prefix_cache.gate import GateDecision, GateStatus
+from omni_core.settings.stage_settings import OnError, StageSettings
 from omni_core.sinks.base import RequestEnd
 from omni_core.sinks.errors import UnknownRequestError, UnknownSinkError
 
@@ -448,7 +448,7 @@ def test_a_session_closes_once_and_still_reports(stages):
 
 def test_a_session_without_a_cache_says_why_and_has_nothing_to_flush():
     decision = GateDecision(GateStatus.IGNORED, "not_enabled", "the cache is off")
-    session = StageSession(OmniSettings(), decision, parts=None, tap=None)
+    session = StageSession(StageSettings(), decision, parts=None, tap=None)
     session.flush(BOUND_S, still_running=())
     session.close(BOUND_S)
     assert session.cache is session.sink is session.backend is None

@@ -9,10 +9,10 @@ from delivery_rig import AT_ONCE_S, BOUND_S, EndlessCache, deliver, running, ste
 
 from omni_core.integrations.vllm.delivery.builder import StartedRequest
 from omni_core.integrations.vllm.errors import FlushTimeoutError
-from omni_core.integrations.vllm.settings import OnSlowSink
 from omni_core.prefix_cache.config import HIDDEN_KEY
 from omni_core.prefix_cache.errors import HitRowsAbsentError
 from omni_core.runtime import ThreadingRuntime
+from omni_core.settings.stage_settings import OnSlowSink
 from omni_core.sinks.base import RequestEnd
 from omni_core.sinks.errors import UnknownRequestError
 from omni_core.sinks.memory import MemorySink

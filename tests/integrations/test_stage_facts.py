@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from omni_core.integrations.vllm.errors import GateRefusedError
-from omni_core.integrations.vllm.settings import OmniSettings
 from omni_core.integrations.vllm.stage_facts import KvGroups, cache_config, decide, stage_facts
 from omni_core.prefix_cache.gate import GateStatus
+from omni_core.settings.stage_settings import StageSettings
 
-ON = OmniSettings(enabled=True)
+ON = StageSettings(enabled=True)
 CONSUMER, BOTH, PRODUCER = (
     SimpleNamespace(kv_role=role, kv_connector="MooncakeConnector")
     for role in ("kv_consumer", "kv_both", "kv_producer")
@@ -53,7 +53,7 @@ def test_a_plain_stage_gets_a_cache():
 @pytest.mark.parametrize(
     ("changed", "rule"),
     [
-        ({"settings": OmniSettings(enabled=False)}, "not_enabled"),
+        ({"settings": StageSettings(enabled=False)}, "not_enabled"),
         ({"config": vllm_config(model_config=SimpleNamespace(runner_type="pooling"))}, "pooling"),
         ({"is_output_rank": False}, "not_output_rank"),
         (
@@ -149,7 +149,7 @@ def test_a_producer_is_served():
 
 
 def test_the_caches_configuration_is_the_stages():
-    settings = OmniSettings(
+    settings = StageSettings(
         enabled=True, staging_depth=3, extra_row_bytes=8, staging_claim_timeout_s=1.5, join_timeout_s=2.5
     )
     config = cache_config(settings, vllm_config(), num_blocks=100, block_size=32)

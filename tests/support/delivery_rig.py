@@ -9,10 +9,10 @@ import torch
 
 from omni_core.integrations.vllm.delivery.builder import BuiltStep, StageBuilder
 from omni_core.integrations.vllm.request_ids import ClientRequest
-from omni_core.integrations.vllm.settings import OnSlowSink
 from omni_core.prefix_cache.config import HIDDEN_KEY
 from omni_core.prefix_cache.outputs import RequestRows, StageCacheOutputs
 from omni_core.runtime import ThreadingRuntime
+from omni_core.settings.stage_settings import OnSlowSink
 from omni_core.sinks.base import StageSink
 
 BOUND_S = 20.0

@@ -7,19 +7,19 @@ import torch
 from omni_core.integrations.vllm.chosen_layers import ChosenLayers, capture_layers
 from omni_core.integrations.vllm.runner_hooks import adopt_hooks
 from omni_core.integrations.vllm.session import StageParts, StageSession
-from omni_core.integrations.vllm.settings import OmniSettings, OnError
 from omni_core.integrations.vllm.tap import install_tap
 from omni_core.prefix_cache.config import PrefixCacheConfig
 from omni_core.prefix_cache.gate import GateDecision, GateStatus
 from omni_core.prefix_cache.policy import ModelCachePolicy
 from omni_core.runtime import ThreadingRuntime
+from omni_core.settings.stage_settings import OnError, StageSettings
 
 
 class FakeStage:
     """Sixteen blocks of four tokens; `settings` as an operator gives them."""
 
     def __init__(self, *, tap=False, model=None, runner=None, policy=None, runtime=None, **settings):
-        self.settings = OmniSettings(enabled=True, **({"on_error": OnError.RAISE} | settings))
+        self.settings = StageSettings(enabled=True, **({"on_error": OnError.RAISE} | settings))
         layers = ChosenLayers(self.settings.captured_layers)
         self.runner = runner or fake.FakeRunner(model)
         capture_layers(self.settings, self.runner)

@@ -16,10 +16,12 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 
-from omni_core.integrations.vllm.errors import LayersNotCapturedError, SettingsError
-from omni_core.integrations.vllm.settings import SECTION, OmniSettings
+from omni_core.integrations.vllm.errors import LayersNotCapturedError
 from omni_core.integrations.vllm.versions import carry_layers_over_pipeline, is_last_pipeline_rank
 from omni_core.prefix_cache.policy import ModelCachePolicy
+from omni_core.settings.errors import SettingsError
+from omni_core.settings.sources import SECTION
+from omni_core.settings.stage_settings import StageSettings
 
 LAYER_KEY_PREFIX = "hidden_states.layer_"
 
@@ -122,7 +124,7 @@ class ChosenLayers:
         return {**outputs, **rows}
 
 
-def check_layers(settings: OmniSettings, vllm_config: Any) -> None:
+def check_layers(settings: StageSettings, vllm_config: Any) -> None:
     """Refuse layers this engine cannot give. Before the model is loaded; reads vLLM's `VllmConfig` only.
 
     Raises:
@@ -160,7 +162,7 @@ def check_layers(settings: OmniSettings, vllm_config: Any) -> None:
         )
 
 
-def capture_layers(settings: OmniSettings, runner: Any) -> None:
+def capture_layers(settings: StageSettings, runner: Any) -> None:
     """Let the model return the layers asked for. Once, after the model was loaded and before its first forward.
 
     On every rank, and whatever the gate says later: a compiled forward then depends on the settings alone, which are

@@ -3,87 +3,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from omni_core.integrations.vllm.chosen_layers import capture_layers
-from omni_core.integrations.vllm.rpc.worker_calls import WorkerCalls, answer
-from omni_core.integrations.vllm.session import StageSession
-from omni_core.integrations.vllm.settings import OmniSettings
-from omni_core.integrations.vllm.stage import check_stage, open_stage
-from omni_core.integrations.vllm.versions import adopt_engine_logging
+from omni_core.integrations.vllm.stage_worker import StageWorkerMixin
 
 
-class OmniCpuWorker(CPUWorker):  # type: ignore[misc]  # vLLM ships no types, so its class is Any to the checker
+class OmniCpuWorker(StageWorkerMixin, CPUWorker):  # type: ignore[misc]  # vLLM ships no types: its class is Any here
     """vLLM's CPU worker; its runner adopts Omni Core's hooks when the KV cache is made, if the gate lets it."""
-
-    omni_core_session: StageSession | None = None
-
-    def init_device(self) -> None:
-        """Run vLLM's own, after settings and gate were asked: what is wrong stops before anything is loaded.
-
-        Raises:
-            SettingsError: the `omni_core` section of `additional_config` cannot be run with.
-            GateRefusedError: vLLM's configuration alone says that rows would be wrong.
-        """
-        adopt_engine_logging()
-        self.omni_core_settings = OmniSettings.from_additional_config(self.vllm_config.additional_config)
-        check_stage(self.omni_core_settings, self.vllm_config, uses_v2_runner=self.use_v2_model_runner)
-        self.omni_core_calls = WorkerCalls(None)
-        super().init_device()
-
-    def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """Run vLLM's own; then the model is told which layers to hand out, if any were chosen.
-
-        Raises:
-            SettingsError: the model cannot hand out its layers.
-        """
-        super().load_model(*args, **kwargs)
-        capture_layers(self.omni_core_settings, self.model_runner)
-
-    def initialize_from_config(self, kv_cache_config: Any) -> None:
-        """Run vLLM's own; then the gate is asked and the stage gets its cache.
-
-        Raises:
-            GateRefusedError: a cache was asked for that cannot give right rows here.
-        """
-        super().initialize_from_config(kv_cache_config)
-        if self.omni_core_session is not None:
-            self.omni_core_session.close()
-        self.omni_core_session = open_stage(
-            self.omni_core_settings,
-            self.vllm_config,
-            kv_cache_config,
-            self.model_runner,
-            uses_v2_runner=self.use_v2_model_runner,
-        )
-        self.omni_core_calls = WorkerCalls(self.omni_core_session)
-
-    def omni_core_flush(self, /, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """`WorkerCalls.flush`, for `collective_rpc("omni_core_flush")`: hands on what was computed and ends nothing."""
-        return answer(self.omni_core_calls.flush, args, kwargs)
-
-    def omni_core_find(self, /, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """`WorkerCalls.find`, for `collective_rpc("omni_core_find", args=(request_id,))`."""
-        return answer(self.omni_core_calls.find, args, kwargs)
-
-    def omni_core_read(self, /, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """`WorkerCalls.read`, for `collective_rpc("omni_core_read", args=(req_id, use, offset))`."""
-        return answer(self.omni_core_calls.read, args, kwargs)
-
-    def omni_core_forget(self, /, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """`WorkerCalls.forget`, for `collective_rpc("omni_core_forget", args=(req_id, use))`."""
-        return answer(self.omni_core_calls.forget, args, kwargs)
-
-    def omni_core_report(self, /, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """`WorkerCalls.report`, for `collective_rpc("omni_core_report")`."""
-        return answer(self.omni_core_calls.report, args, kwargs)
-
-    def shutdown(self) -> None:
-        """Close the session in bounded time, then vLLM's own."""
-        try:
-            if self.omni_core_session is not None:
-                self.omni_core_session.close()
-        finally:
-            super().shutdown()

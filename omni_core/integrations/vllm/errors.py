@@ -8,10 +8,6 @@ class IntegrationError(RuntimeError):
     """Root of the integration's errors."""
 
 
-class SettingsError(IntegrationError, ValueError):
-    """The `omni_core` section of `additional_config` cannot be run with."""
-
-
 class GateRefusedError(IntegrationError):
     """A cache was asked for on a stage where it cannot give right rows; the engine does not start."""
 

@@ -29,11 +29,11 @@ from omni_core.integrations.vllm.chosen_layers import ChosenLayers
 from omni_core.integrations.vllm.delivery.builder import BuiltStep, StageBuilder, StartedRequest
 from omni_core.integrations.vllm.delivery.delivery_log import error_text
 from omni_core.integrations.vllm.errors import StepNotSavedError
-from omni_core.integrations.vllm.settings import OnError
 from omni_core.integrations.vllm.step_events import SchedulerOutput, step_events
 from omni_core.integrations.vllm.versions import StageOutputsModel, StepArrays, prompt_token_ids, step_arrays
 from omni_core.prefix_cache.errors import OmniPrefixCacheUnmatchError, StepTooLargeError
 from omni_core.prefix_cache.events import StepEvents, StepLayout
+from omni_core.settings.stage_settings import OnError
 
 _LOG = logging.getLogger(__name__)
 

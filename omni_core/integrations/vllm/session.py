@@ -6,7 +6,7 @@ from __future__ import annotations
 import atexit
 import logging
 import weakref
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict
 from typing import Any
@@ -21,7 +21,6 @@ from omni_core.integrations.vllm.delivery.builder import StageBuilder
 from omni_core.integrations.vllm.errors import RowsNotKeptError, StageNotFoundError
 from omni_core.integrations.vllm.request_ids import client_request
 from omni_core.integrations.vllm.runner_hooks import CurrentStep, StepHooks
-from omni_core.integrations.vllm.settings import OmniSettings
 from omni_core.integrations.vllm.tap import ForwardTap
 from omni_core.integrations.vllm.versions import (
     in_process_worker,
@@ -32,6 +31,7 @@ from omni_core.prefix_cache.gate import GateDecision
 from omni_core.prefix_cache.manager import OmniPrefixCacheManager
 from omni_core.prefix_cache.policy import ModelCachePolicy
 from omni_core.runtime import Runtime
+from omni_core.settings.stage_settings import StageSettings
 from omni_core.sinks.base import StageSink
 from omni_core.sinks.memory import MemorySink
 from omni_core.sinks.registry import create_sink
@@ -48,7 +48,7 @@ class StageParts:
 
     def __init__(
         self,
-        settings: OmniSettings,
+        settings: StageSettings,
         config: PrefixCacheConfig,
         policy: ModelCachePolicy,
         *,
@@ -142,9 +142,17 @@ class StageSession:
     """The live state of one stage's worker: the gate's answer, the parts of its cache, and a tap if there is one."""
 
     def __init__(
-        self, settings: OmniSettings, decision: GateDecision, *, parts: StageParts | None, tap: ForwardTap | None
+        self,
+        settings: StageSettings,
+        decision: GateDecision,
+        *,
+        parts: StageParts | None,
+        tap: ForwardTap | None,
+        told_settings: Mapping[str, Any] | None = None,
     ) -> None:
+        """`told_settings` is what `report` says of every setting: its value and where it came from."""
         self.settings = settings
+        self._told_settings = dict(told_settings or {})
         self.decision = decision
         self.tap = tap
         self._parts = parts
@@ -221,6 +229,7 @@ class StageSession:
         told: dict[str, Any] = {
             "gate": {"status": decision.status.value, "rule": decision.rule, "reason": decision.reason},
             "closed": self._closed,
+            "settings": self._told_settings,
         }
         if self._parts is not None:
             told["off_reason"] = self._parts.hooks.off_reason

@@ -14,7 +14,6 @@ from typing import Any
 from omni_core.integrations.vllm.chosen_layers import ChosenLayers, check_layers
 from omni_core.integrations.vllm.runner_hooks import adopt_hooks
 from omni_core.integrations.vllm.session import StageParts, StageSession
-from omni_core.integrations.vllm.settings import OmniSettings
 from omni_core.integrations.vllm.stage_facts import KvGroups, cache_config, decide, stage_facts
 from omni_core.integrations.vllm.tap import install_tap
 from omni_core.integrations.vllm.versions import (
@@ -30,11 +29,13 @@ from omni_core.integrations.vllm.versions import (
 from omni_core.prefix_cache.gate import GateStatus, full_attention_group
 from omni_core.prefix_cache.policy import ModelCachePolicy
 from omni_core.runtime import ThreadingRuntime
+from omni_core.settings.resolve import ResolvedSettings
+from omni_core.settings.stage_settings import StageSettings
 
 _LOG = logging.getLogger(__name__)
 
 
-def check_stage(settings: OmniSettings, vllm_config: Any, *, uses_v2_runner: bool) -> None:
+def check_stage(settings: StageSettings, vllm_config: Any, *, uses_v2_runner: bool) -> None:
     """Refuse what can be refused from vLLM's configuration alone, before anything is loaded.
 
     Raises:
@@ -54,7 +55,7 @@ def check_stage(settings: OmniSettings, vllm_config: Any, *, uses_v2_runner: boo
 
 
 def open_stage(
-    settings: OmniSettings, vllm_config: Any, kv_cache_config: Any, runner: Any, *, uses_v2_runner: bool
+    resolved: ResolvedSettings, vllm_config: Any, kv_cache_config: Any, runner: Any, *, uses_v2_runner: bool
 ) -> StageSession:
     """Open the stage of one worker. Once, after vLLM's own KV-cache initialisation, on the engine thread.
 
@@ -65,6 +66,7 @@ def open_stage(
         SettingsError: a chosen layer has the name of an output of the model.
         BackendError, SinkError, OmniPrefixCacheError: a part cannot be made.
     """
+    settings = resolved.stage()
     kinds = attention_group_kinds(kv_cache_config)
     group_index = full_attention_group(kinds)
     groups = KvGroups(kinds, prefix_replay_tokens(kv_cache_config))
@@ -120,6 +122,6 @@ def open_stage(
             undo.callback(parts.close, None)
             adopt_hooks(runner, parts.hooks)
         tap = install_tap(runner, layers=settings.captured_layers) if settings.tap and not uses_v2_runner else None
-        session = StageSession(settings, decision, parts=parts, tap=tap)
+        session = StageSession(settings, decision, parts=parts, tap=tap, told_settings=resolved.plain())
         undo.pop_all()
     return session

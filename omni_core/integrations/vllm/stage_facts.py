@@ -11,9 +11,9 @@ from omni_core.integrations.vllm.chosen_layers import ChosenLayers
 from omni_core.integrations.vllm.errors import GateRefusedError
 from omni_core.integrations.vllm.releases.engine_contract import EngineFact
 from omni_core.integrations.vllm.releases.engine_releases import engine_version_problem
-from omni_core.integrations.vllm.settings import OmniSettings
 from omni_core.prefix_cache.config import PrefixCacheConfig
 from omni_core.prefix_cache.gate import GateDecision, GateStatus, StageFacts, stage_prefix_cache_config
+from omni_core.settings.stage_settings import StageSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class KvGroups:
 
 
 def stage_facts(
-    settings: OmniSettings,
+    settings: StageSettings,
     vllm_config: Any,
     *,
     engine_version: str,
@@ -95,7 +95,7 @@ def decide(facts: StageFacts) -> GateDecision:
     return decision
 
 
-def cache_config(settings: OmniSettings, vllm_config: Any, *, num_blocks: int, block_size: int) -> PrefixCacheConfig:
+def cache_config(settings: StageSettings, vllm_config: Any, *, num_blocks: int, block_size: int) -> PrefixCacheConfig:
     """The cache's configuration for a stage the gate let through.
 
     Args:
@@ -119,5 +119,8 @@ def cache_config(settings: OmniSettings, vllm_config: Any, *, num_blocks: int, b
         extra_row_bytes=settings.extra_row_bytes + layers.row_bytes(model_config.get_hidden_size(), model_config.dtype),
         staging_claim_timeout_s=settings.staging_claim_timeout_s,
         join_timeout_s=settings.join_timeout_s,
+        extra_step_bytes=settings.extra_step_bytes,
+        device_staging_bytes=settings.device_staging_bytes,
+        max_recycled_bytes=settings.max_recycled_bytes,
         caches_per_host=max(1, vllm_config.parallel_config.data_parallel_size_local),
     )

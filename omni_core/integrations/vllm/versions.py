@@ -20,11 +20,12 @@ import numpy as np
 import numpy.typing as npt
 
 from omni_core.integrations.vllm.delivery.ledger import UNKNOWN_TOKEN_ID
-from omni_core.integrations.vllm.errors import RowsBeyondTableError, SettingsError, StageNotFoundError
+from omni_core.integrations.vllm.errors import RowsBeyondTableError, StageNotFoundError
 from omni_core.integrations.vllm.releases.engine_contract import EngineFact, contract_of
 from omni_core.integrations.vllm.releases.engine_releases import NEWEST_RELEASE, release_of
 from omni_core.integrations.vllm.releases.engine_sources import EngineSources
 from omni_core.integrations.vllm.step_events import SchedulerOutput, num_draft_tokens
+from omni_core.settings.errors import SettingsError
 
 STAGE_OUTPUTS_METHOD = "take_stage_outputs"
 """The method under which a model hands out what it computed beside its hidden state."""

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where tests leave what they showed, for the feature matrix: one JSON file per feature.
 
-Nothing is written unless `OMNI_CORE_FEATURE_RESULTS` names a folder; `make matrix` does.
+Nothing is written unless `FEATURE_RESULTS_FOLDER` names a folder; `make matrix` does.
 """
 
 import json
 import os
 from pathlib import Path
 
-RESULTS_VARIABLE = "OMNI_CORE_FEATURE_RESULTS"
+RESULTS_VARIABLE = "FEATURE_RESULTS_FOLDER"
 
 
 def record(feature: str, *, status: str, rows: int = 0, rows_from_hits: int = 0, detail: str = "", shown=None) -> None:

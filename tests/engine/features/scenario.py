@@ -10,8 +10,8 @@ from verdict import compare, faults, judge
 from vllm import EngineArgs
 
 from omni_core.integrations.vllm.errors import GateRefusedError
-from omni_core.integrations.vllm.settings import OmniSettings
 from omni_core.integrations.vllm.stage import check_stage
+from omni_core.settings.stage_settings import StageSettings
 
 
 class Prompts:
@@ -103,7 +103,7 @@ def refuse_configuration(model, named, change, **options):
     config = args.create_engine_config()
     change(config)
     try:
-        check_stage(OmniSettings(enabled=True), config, uses_v2_runner=False)
+        check_stage(StageSettings(enabled=True), config, uses_v2_runner=False)
     except GateRefusedError as refusal:
         return Outcome("refused" if named in str(refusal) else "wrong", str(refusal))
     return Outcome("wrong", "the gate let it through")

@@ -22,8 +22,8 @@ from omni_core.integrations.vllm.delivery.delivery_log import Count, DeliveryLog
 from omni_core.integrations.vllm.delivery.sink_feeder import SinkFeeder
 from omni_core.integrations.vllm.errors import FlushTimeoutError
 from omni_core.integrations.vllm.request_ids import ClientRequest
-from omni_core.integrations.vllm.settings import OnSlowSink
 from omni_core.runtime import Runtime
+from omni_core.settings.stage_settings import OnSlowSink
 from omni_core.sinks.base import StageSink
 
 __all__ = ["BuiltStep", "StageBuilder", "StartedRequest", "StepSource"]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from omni_core.integrations.vllm.releases.engine_contract import Release
-from omni_core.integrations.vllm.settings import SECTION
+from omni_core.settings.sources import SECTION
 
 
 class Runs(Enum):

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Puts the sources together: flag, then environment, then file, then default. Tells every mistake at once."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omni_core.settings.errors import NotOfKindError, SettingsError
+from omni_core.settings.setting import VARIABLE_PREFIX, Place, Setting, settings_of
+from omni_core.settings.sources import (
+    CONFIG_FILE_VARIABLE,
+    SECTION,
+    GivenValue,
+    Origin,
+    from_additional_config,
+    from_environment,
+    from_file,
+)
+from omni_core.settings.stage_settings import SCHEMA, StageSettings
+
+_KNOWN = {one.name: one for one in SCHEMA}
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedValue:
+    """One setting's value and where it came from."""
+
+    setting: Setting
+    value: Any
+    origin: Origin
+    shown_as: str
+    """The place; empty for a default."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedSettings:
+    """Every setting's value, in the schema's order."""
+
+    values: tuple[ResolvedValue, ...]
+
+    def stage(self) -> StageSettings:
+        """Those of a stage."""
+        names = {one.name for one in settings_of(StageSettings)}
+        return StageSettings(**{one.setting.name: one.value for one in self.values if one.setting.name in names})
+
+    def plain(self) -> dict[str, dict[str, Any]]:
+        """Name → value and origin, as JSON has them."""
+        return {
+            one.setting.name: {
+                "value": one.setting.kind.plain(one.value),
+                "origin": one.origin.value,
+                "place": one.shown_as,
+            }
+            for one in self.values
+        }
+
+    def given(self) -> str:
+        """Those that are not left at their defaults, in words for a log."""
+        told = (
+            f"{one.setting.name}={one.setting.kind.plain(one.value)!r} ({one.shown_as})"
+            for one in self.values
+            if one.origin is not Origin.DEFAULT
+        )
+        return ", ".join(told) or "none"
+
+
+def stage_settings(additional_config: Any, environment: Mapping[str, str]) -> ResolvedSettings:
+    """The settings of a stage whose worker got `additional_config`. At start; reads the file that is named, if any.
+
+    Args:
+        additional_config: vLLM's. Without an `omni_core` section the stage is off.
+        environment: variables of the process.
+
+    Raises:
+        SettingsError: tells every mistake of every source.
+    """
+    return resolve(from_additional_config(additional_config), environment)
+
+
+def resolve(flags: Iterable[GivenValue], environment: Mapping[str, str], file: Path | None = None) -> ResolvedSettings:
+    """Every setting from all sources. Reads `file`, or else the one the environment names.
+
+    Raises:
+        SettingsError: tells every mistake of every source, also of a value that another source overrides.
+    """
+    named = environment.get(CONFIG_FILE_VARIABLE)
+    path = file or (Path(named).expanduser() if named else None)
+    problems: list[str] = []
+    chosen: dict[str, ResolvedValue] = {}
+    for source in (flags, from_environment(environment), () if path is None else from_file(path)):
+        try:
+            for given in source:
+                try:
+                    value = _understood(given)
+                except SettingsError as error:
+                    problems.extend(error.problems)
+                else:
+                    chosen.setdefault(given.name, value)
+        except SettingsError as error:
+            problems.extend(error.problems)
+    if problems:
+        raise SettingsError(*problems)
+    return ResolvedSettings(
+        tuple(chosen.get(one.name, ResolvedValue(one, one.default, Origin.DEFAULT, "")) for one in SCHEMA)
+    )
+
+
+def _understood(given: GivenValue) -> ResolvedValue:
+    known = _KNOWN.get(given.name)
+    if known is None:
+        raise SettingsError(_unknown(given))
+    if known.place is Place.FLAG_ONLY and given.origin is not Origin.FLAG:
+        raise SettingsError(
+            f"{given.shown_as}={given.value!r}: {known.name} decides what vLLM compiles, so it must be part of vLLM's "
+            f'compile-cache key: give it in --additional-config \'{{"{SECTION}": {{"{known.name}": ...}}}}\''
+        )
+    try:
+        value = known.kind.from_text(given.value) if given.is_text else known.kind.from_value(given.value)
+    except NotOfKindError as error:
+        raise SettingsError(f"{given.shown_as}={given.value!r}: {error}") from error
+    return ResolvedValue(known, value, given.origin, given.shown_as)
+
+
+def _unknown(given: GivenValue) -> str:
+    names = [one.name for one in SCHEMA if one.place is Place.ANYWHERE or given.origin is Origin.FLAG]
+    near = difflib.get_close_matches(given.name, names, n=1)
+    if given.origin is Origin.ENVIRONMENT:
+        near = [VARIABLE_PREFIX + name.upper() for name in near]
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    return f"unknown setting {given.shown_as}{hint} Known settings: {', '.join(names)}"

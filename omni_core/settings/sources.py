@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where values come from: a flag, the environment, a TOML file. Nothing is checked here but that they can be read."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from omni_core.settings.errors import SettingsError
+from omni_core.settings.setting import VARIABLE_PREFIX
+
+CONFIG_FILE_VARIABLE = "OMNI_CORE_CONFIG_FILE"
+"""The environment variable that names the file."""
+SECTION = "omni_core"
+"""The key of our section in vLLM's `additional_config`."""
+
+
+class Origin(Enum):
+    """Who said it; an earlier one wins over a later one."""
+
+    FLAG = "flag"
+    ENVIRONMENT = "environment"
+    FILE = "file"
+    DEFAULT = "default"
+
+
+@dataclass(frozen=True, slots=True)
+class GivenValue:
+    """One value as it was given."""
+
+    name: str
+    """The setting it is for, if there is one of that name."""
+    value: Any
+    origin: Origin
+    shown_as: str
+    """The place, to be followed by `=value` in an error."""
+    is_text: bool = False
+    """Whether `value` is text to be understood, not a value of its own."""
+
+
+def from_additional_config(additional_config: Any) -> Iterator[GivenValue]:
+    """What the `omni_core` section of vLLM's `additional_config` says.
+
+    Raises:
+        SettingsError: the section is no mapping.
+    """
+    if not isinstance(additional_config, Mapping) or SECTION not in additional_config:
+        return
+    section = additional_config[SECTION]
+    if not isinstance(section, Mapping):
+        raise SettingsError(
+            f"additional_config[{SECTION!r}] is a {type(section).__name__}; make it a mapping such as "
+            '{"enabled": true, "sink": "memory"}'
+        )
+    for name, value in section.items():
+        yield GivenValue(str(name), value, Origin.FLAG, f"{SECTION}.{name}")
+
+
+def from_flags(assignments: Iterable[str]) -> Iterator[GivenValue]:
+    """What `NAME=VALUE` flags say.
+
+    Raises:
+        SettingsError: one has no `=`.
+    """
+    for assignment in assignments:
+        name, equals, text = assignment.partition("=")
+        if not equals:
+            raise SettingsError(f"--set {assignment}: must be NAME=VALUE")
+        yield GivenValue(name.strip(), text, Origin.FLAG, f"--set {name.strip()}", is_text=True)
+
+
+def from_environment(environment: Mapping[str, str]) -> Iterator[GivenValue]:
+    """What the variables `OMNI_CORE_*` say. An empty one says nothing."""
+    for variable, text in sorted(environment.items()):
+        if variable.startswith(VARIABLE_PREFIX) and variable != CONFIG_FILE_VARIABLE and text:
+            name = variable.removeprefix(VARIABLE_PREFIX).lower()
+            yield GivenValue(name, text, Origin.ENVIRONMENT, variable, is_text=True)
+
+
+def from_file(path: Path) -> Iterator[GivenValue]:
+    """What a TOML file says. Reads it.
+
+    Raises:
+        SettingsError: it cannot be read, or is not TOML; names the file and the line.
+    """
+    try:
+        document = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(
+            f"{CONFIG_FILE_VARIABLE}={path}: cannot be read: {error}; unset it, or name a file"
+        ) from error
+    except tomllib.TOMLDecodeError as error:
+        raise SettingsError(f"{CONFIG_FILE_VARIABLE}={path}: is not TOML: {error}") from error
+    for name, value in document.items():
+        yield GivenValue(name, value, Origin.FILE, f"{path}: {name}")
