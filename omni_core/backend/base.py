@@ -199,11 +199,18 @@ class DeviceBackend(ABC):
         """Make a stream. Made once and kept: devices have few (NPU reuses them after 32)."""
 
     @abstractmethod
-    def pinned_arena(self, nbytes: int) -> PinnedArena:
-        """Allocate exactly `nbytes` of page-locked host memory. Slow; at start-up only.
+    def pinned_arena(self, nbytes: int, *, chunk_bytes: int = 0) -> PinnedArena:
+        """Allocate exactly `nbytes` of page-locked host memory, one range. Slow; at start-up only.
+
+        `PinnedPieces` does it for a device that can page-lock memory it did not allocate.
+
+        Args:
+            nbytes: at least 1.
+            chunk_bytes: page-lock the range in pieces of at most so many bytes, a multiple of the page; 0: at once.
 
         Raises:
-            MemoryError: refused; the message names the size and the setting behind it.
+            MemoryError: refused; the message names the size and the setting behind it. Nothing is left, and nothing
+                smaller was tried.
         """
 
     @abstractmethod

@@ -156,7 +156,7 @@ class CloseDropsQueuedWork(CpuSimBackend):
 
 
 class ArenaStaysOnTheBooks(CpuSimBackend):
-    def pinned_arena(self, nbytes: int) -> PinnedArena:
+    def pinned_arena(self, nbytes: int, *, chunk_bytes: int = 0) -> PinnedArena:
         inner = super().pinned_arena(nbytes)
 
         class Leaking(PinnedArena):
@@ -175,6 +175,11 @@ class ArenaStaysOnTheBooks(CpuSimBackend):
                 inner.close()
 
         return Leaking()
+
+
+class PiecesAreWhole(CpuSimBackend):
+    def pinned_arena(self, nbytes: int, *, chunk_bytes: int = 0) -> PinnedArena:
+        return super().pinned_arena(nbytes if chunk_bytes == 0 else -(-nbytes // chunk_bytes) * chunk_bytes)
 
 
 class ClaimsPinnedMemoryItHasNot(CpuSimBackend):
@@ -208,7 +213,7 @@ class CopiesAreBroadcast(CpuSimBackend):
 
 
 class RefusedMemoryIsNotExplained(CpuSimBackend):
-    def pinned_arena(self, nbytes: int) -> PinnedArena:
+    def pinned_arena(self, nbytes: int, *, chunk_bytes: int = 0) -> PinnedArena:
         try:
             return super().pinned_arena(nbytes)
         except MemoryError:
@@ -238,6 +243,7 @@ def check_named(name: str) -> ConformanceCheck:
         (StreamWaitIsIgnored, "wait_orders_two_streams", "waits for an event that is not"),
         (CloseDropsQueuedWork, "closing_runs_what_is_queued", "elements differ"),
         (ArenaStaysOnTheBooks, "arenas_are_accounted", r"after close\(\)"),
+        (PiecesAreWhole, "an_arena_in_pieces_is_one_range", "in pieces has"),
         (ClaimsPinnedMemoryItHasNot, "arenas_are_accounted", "is_pinned"),
         (RingSlotIsNotRestarted, "ring_and_arena_mirror_each_other", "bytes"),
         (CopiesAreBroadcast, "unequal_copies_are_refused", "was accepted"),

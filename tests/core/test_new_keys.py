@@ -127,8 +127,8 @@ class WatchedBackend(CpuSimBackend):
     def note(self, what):
         self.asked.add((what, self.holds("prefix-cache")))
 
-    def pinned_arena(self, nbytes):
-        return WatchedArena(super().pinned_arena(nbytes), self.note)
+    def pinned_arena(self, nbytes, *, chunk_bytes=0):
+        return WatchedArena(super().pinned_arena(nbytes, chunk_bytes=chunk_bytes), self.note)
 
     def snapshot_ring(self, depth, nbytes, device):
         return WatchedRing(super().snapshot_ring(depth, nbytes, device), self.note)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import ClassVar
 
@@ -18,11 +19,12 @@ from omni_core.backend.errors import (
     DeviceWaitTimeoutError,
 )
 from omni_core.backend.observer import DeviceObserver
+from omni_core.backend.pinned_pieces import PinnedPieces
 from omni_core.runtime import Runtime
 from omni_core_cpu_sim._copier import Copier, CopyCost
 from omni_core_cpu_sim._gate import CopyGate
 from omni_core_cpu_sim._graph import CaptureSizePadding
-from omni_core_cpu_sim._memory import MemoryBooks, SimPinnedArena, SimSnapshotRing, poisoned_buffer
+from omni_core_cpu_sim._memory import MemoryBooks, PinDriver, SimPinnedArena, SimSnapshotRing, poisoned_buffer
 from omni_core_cpu_sim._streams import CallerStream, WorkerStream
 
 
@@ -38,6 +40,8 @@ class CpuSimBackend(DeviceBackend):
         copy_parts: pieces a copy is made in; another thread may run between two of them.
         pin_seconds_per_byte: seconds `pinned_arena` takes per byte.
         max_pinned_bytes: most bytes all live arenas may have; `None`: no limit.
+        max_pin_bytes: most bytes the simulated driver page-locks at a time; `None`: no limit.
+        refused_pins: numbers of the pins that it refuses, counted from 1 over the backend's life.
         report_arenas_as_pinned: `True` makes arenas and `capabilities` say what a device with pinned memory says, so
             that a caller's accounting can be tested. Nothing is page-locked either way.
         close_timeout_s: how long closing a stream, or the backend, waits for queued work.
@@ -59,6 +63,8 @@ class CpuSimBackend(DeviceBackend):
         copy_parts: int = 1,
         pin_seconds_per_byte: float = 0.0,
         max_pinned_bytes: int | None = None,
+        max_pin_bytes: int | None = None,
+        refused_pins: Sequence[int] = (),
         report_arenas_as_pinned: bool = False,
         close_timeout_s: float = 10.0,
         observer: DeviceObserver | None = None,
@@ -70,8 +76,12 @@ class CpuSimBackend(DeviceBackend):
         _check_number("pin_seconds_per_byte", pin_seconds_per_byte)
         if max_pinned_bytes is not None:
             _check_integer("max_pinned_bytes", max_pinned_bytes, at_least=0)
+        if max_pin_bytes is not None:
+            _check_integer("max_pin_bytes", max_pin_bytes, at_least=1)
+        for number in refused_pins:
+            _check_integer("refused_pins", number, at_least=1)
         _check_number("close_timeout_s", close_timeout_s)
-        self._pin_seconds_per_byte = pin_seconds_per_byte
+        self._pins = PinDriver(runtime, pin_seconds_per_byte, max_pin_bytes, refused_pins)
         self._max_pinned_bytes = max_pinned_bytes
         self._report_arenas_as_pinned = report_arenas_as_pinned
         self._close_timeout_s = close_timeout_s
@@ -119,6 +129,16 @@ class CpuSimBackend(DeviceBackend):
         return self._books.pinned_allocations
 
     @property
+    def num_pins(self) -> int:
+        """Page-locked ranges that are live: one per arena, or one per piece of it. 0 after `close`."""
+        return self._pins.num_pins
+
+    @property
+    def pins_tried(self) -> int:
+        """Ranges the simulated driver was asked to page-lock so far, refused ones included."""
+        return self._pins.pins_tried
+
+    @property
     def device_allocations(self) -> int:
         """Ring buffers allocated since the backend was made."""
         return self._books.device_allocations
@@ -161,12 +181,13 @@ class CpuSimBackend(DeviceBackend):
             raise BackendError(f"new_stream({name!r}): the cpu_sim backend was closed meanwhile")
         return stream
 
-    def pinned_arena(self, nbytes: int) -> SimPinnedArena:
+    def pinned_arena(self, nbytes: int, *, chunk_bytes: int = 0) -> SimPinnedArena:
         """Allocate exactly `nbytes`, every page touched, every byte `POISON_BYTE`. Takes the simulated pin time.
 
         Raises:
-            MemoryError: `max_pinned_bytes` or the operating system refused; the message names the size.
-            ValueError: `nbytes` is below 1.
+            MemoryError: `max_pinned_bytes`, the operating system or the simulated driver refused; the message names the
+                size. Nothing is left of it.
+            ValueError: `nbytes` is below 1, or `chunk_bytes` is not whole pages.
             BackendError: the backend is closed.
         """
         if nbytes < 1:
@@ -177,13 +198,11 @@ class CpuSimBackend(DeviceBackend):
             self._observer.arena_wanted(nbytes)
         self._books.reserve_pinned(nbytes, self._max_pinned_bytes)
         try:
-            buffer = poisoned_buffer(nbytes, f"pinned_arena({nbytes}) with max_pinned_bytes={self._max_pinned_bytes}")
-        except MemoryError:
+            pieces = PinnedPieces(nbytes, chunk_bytes, self._pins.pin, self._pins.unpin)
+        except BaseException:
             self._books.unreserve_pinned(nbytes)
             raise
-        if self._pin_seconds_per_byte:
-            self._runtime.sleep(nbytes * self._pin_seconds_per_byte)
-        return self._books.add_arena(buffer, nbytes if self._report_arenas_as_pinned else 0)
+        return self._books.add_arena(pieces, report_as_pinned=self._report_arenas_as_pinned)
 
     def snapshot_ring(self, depth: int, nbytes: int, device: torch.device) -> SimSnapshotRing:
         """Allocate `depth` buffers of `nbytes` each, every byte `POISON_BYTE`.

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import ctypes
+from collections.abc import Callable, Collection
 
 import torch
 
@@ -11,10 +12,72 @@ from omni_core.backend.base import PinnedArena, SnapshotRing
 from omni_core.backend.errors import BackendError
 from omni_core.backend.memory import ByteCarver
 from omni_core.backend.observer import ByteRange, DeviceObserver
+from omni_core.backend.pinned_pieces import PinnedPieces
 from omni_core.runtime import Runtime
 
 POISON_BYTE = 0xFF
 """What fresh buffers hold: NaN in every floating dtype, -1 in every signed one, so a row nobody wrote shows."""
+
+
+class PinDriver:
+    """What page-locks memory: refuses what is too large for one pin, and chosen pins; takes time. Poisons what it pins.
+
+    Args:
+        runtime: its clock passes.
+        seconds_per_byte: how long a pin takes.
+        max_pin_bytes: most bytes of one pin; `None`: no limit.
+        refused_pins: numbers of the pins that are refused, counted from 1.
+    """
+
+    def __init__(
+        self, runtime: Runtime, seconds_per_byte: float, max_pin_bytes: int | None, refused_pins: Collection[int]
+    ) -> None:
+        self._runtime = runtime
+        self._seconds_per_byte = seconds_per_byte
+        self._max_pin_bytes = max_pin_bytes
+        self._refused_pins = frozenset(refused_pins)
+        self._lock = runtime.lock("cpu_sim.pins")
+        self._tried = 0
+        self._pinned: dict[int, int] = {}
+
+    @property
+    def num_pins(self) -> int:
+        """Pins that are live."""
+        return len(self._pinned)
+
+    @property
+    def pins_tried(self) -> int:
+        """Pins asked for so far, refused ones included."""
+        return self._tried
+
+    def pin(self, address: int, nbytes: int) -> None:
+        """Pin a range.
+
+        Raises:
+            MemoryError: refused; says why.
+        """
+        with self._lock:
+            self._tried += 1
+            if self._max_pin_bytes is not None and nbytes > self._max_pin_bytes:
+                raise MemoryError(
+                    f"max_pin_bytes={self._max_pin_bytes} of the simulated driver; page-lock in pieces (pin_chunk_bytes)"
+                )
+            if self._tried in self._refused_pins:
+                raise MemoryError(f"the simulated driver refuses pin {self._tried}")
+            self._pinned[address] = nbytes
+        ctypes.memset(address, POISON_BYTE, nbytes)
+        if self._seconds_per_byte:
+            self._runtime.sleep(nbytes * self._seconds_per_byte)
+
+    def unpin(self, address: int, nbytes: int) -> None:
+        """Unpin a range that was pinned as it is.
+
+        Raises:
+            BackendError: it was not.
+        """
+        with self._lock:
+            if self._pinned.pop(address, None) != nbytes:
+                raise BackendError(f"unpin of {nbytes} bytes at {address:#x}, which are not one pin")
 
 
 def poisoned_buffer(nbytes: int, purpose: str) -> torch.Tensor:
@@ -96,14 +159,14 @@ class MemoryBooks:
         with self._lock:
             self._pinned_bytes -= nbytes
 
-    def add_arena(self, buffer: torch.Tensor, reported_pinned_bytes: int) -> SimPinnedArena:
-        """Enter an arena over `buffer`, whose bytes are reserved."""
-        arena = SimPinnedArena(self, buffer, reported_pinned_bytes)
+    def add_arena(self, pieces: PinnedPieces, *, report_as_pinned: bool) -> SimPinnedArena:
+        """Enter an arena over `pieces`, whose bytes are reserved."""
+        arena = SimPinnedArena(self, pieces, report_as_pinned=report_as_pinned)
         with self._lock:
             self._arenas[arena.address] = arena
             self._pinned_allocations += 1
         if self._observer is not None:
-            self._observer.arena_made(ByteRange.of(buffer))
+            self._observer.arena_made(ByteRange.of(arena.buffer))
         return arena
 
     def remove_arena(self, arena: SimPinnedArena, nbytes: int) -> None:
@@ -160,11 +223,11 @@ class MemoryBooks:
 class SimPinnedArena(PinnedArena):
     """A plain buffer accounted like page-locked memory."""
 
-    def __init__(self, books: MemoryBooks, buffer: torch.Tensor, reported_pinned_bytes: int) -> None:
+    def __init__(self, books: MemoryBooks, pieces: PinnedPieces, *, report_as_pinned: bool) -> None:
         self._books = books
-        self._buffer: torch.Tensor | None = buffer
-        self._address = buffer.untyped_storage().data_ptr()
-        self._reported_pinned_bytes = reported_pinned_bytes
+        self._pieces = pieces
+        self._address = self.buffer.untyped_storage().data_ptr()
+        self._report_as_pinned = report_as_pinned
 
     @property
     def address(self) -> int:
@@ -173,13 +236,14 @@ class SimPinnedArena(PinnedArena):
 
     @property
     def buffer(self) -> torch.Tensor:
-        if self._buffer is None:
+        buffer = self._pieces.buffer
+        if buffer is None:
             raise BackendError("pinned arena: read after close")
-        return self._buffer
+        return buffer
 
     @property
     def pinned_bytes(self) -> int:
-        return self._reported_pinned_bytes
+        return self._pieces.pinned_bytes if self._report_as_pinned else 0
 
     def close(self) -> None:
         """Give the bytes back. Idempotent.
@@ -187,10 +251,10 @@ class SimPinnedArena(PinnedArena):
         Raises:
             BackendError: a queued copy still runs into the arena, which stays open.
         """
-        if self._buffer is not None:
-            self._books.remove_arena(self, self._buffer.numel())
-            self._buffer = None
-            self._reported_pinned_bytes = 0
+        buffer = self._pieces.buffer
+        if buffer is not None:
+            self._books.remove_arena(self, buffer.numel())
+            self._pieces.close()
 
 
 class SimSnapshotRing(SnapshotRing):

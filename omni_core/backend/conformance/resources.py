@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import torch
 
-from omni_core.backend.conformance.rig import Check, Rig, require
+from omni_core.backend.conformance.rig import WAIT_S, Check, Rig, require, require_equal, rows
+from omni_core.backend.host_pages import PAGE_BYTES
+from omni_core.backend.memory import ByteCarver
 
 _ABSURD_NBYTES = 1 << 60
 
@@ -57,6 +59,25 @@ def arenas_are_accounted(rig: Rig) -> None:
     require(arena.pinned_bytes == 0, f"pinned_bytes={arena.pinned_bytes} after close()")
 
 
+def an_arena_in_pieces_is_one_range(rig: Rig) -> None:
+    """An arena page-locked in pieces is as long as asked for, to the byte, and rows copied over its seams arrive."""
+    chunk_bytes = PAGE_BYTES
+    nbytes = 3 * chunk_bytes + 64
+    arena = rig.backend.pinned_arena(nbytes, chunk_bytes=chunk_bytes)
+    require(arena.buffer.numel() == nbytes, f"an arena of {nbytes} bytes in pieces has {arena.buffer.numel()}")
+    pinned = rig.backend.capabilities.pinned_memory
+    require(
+        arena.pinned_bytes == (nbytes if pinned else 0),
+        f"pinned_bytes={arena.pinned_bytes} of an arena of {nbytes} in pieces of {chunk_bytes}",
+    )
+    expected = rows(5, (nbytes // 64, 16))
+    destination = ByteCarver(arena.buffer).take(expected.shape, expected.dtype)
+    rig.backend.copy_to_host(destination, rig.on_device(expected), rig.stream()).synchronize(WAIT_S)
+    require_equal(destination, expected, f"rows copied over the seams of pieces of {chunk_bytes} bytes")
+    arena.close()
+    require(arena.pinned_bytes == 0, f"pinned_bytes={arena.pinned_bytes} after close()")
+
+
 def rings_are_accounted(rig: Rig) -> None:
     """A ring says what it holds on the device, and 0 once closed."""
     ring = rig.backend.snapshot_ring(3, 4096, rig.device)
@@ -94,6 +115,7 @@ def padding_never_shrinks_a_step(rig: Rig) -> None:
 RESOURCE_CHECKS: tuple[Check, ...] = (
     describes_itself,
     arenas_are_accounted,
+    an_arena_in_pieces_is_one_range,
     rings_are_accounted,
     refused_memory_is_explained,
     padding_never_shrinks_a_step,
