@@ -60,7 +60,7 @@ class PinDriver:
             self._tried += 1
             if self._max_pin_bytes is not None and nbytes > self._max_pin_bytes:
                 raise MemoryError(
-                    f"max_pin_bytes={self._max_pin_bytes} of the simulated driver; page-lock in pieces (pin_chunk_bytes)"
+                    f"max_pin_bytes={self._max_pin_bytes} of the simulated driver; set pin_chunk_bytes to that or less"
                 )
             if self._tried in self._refused_pins:
                 raise MemoryError(f"the simulated driver refuses pin {self._tried}")
