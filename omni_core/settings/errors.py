@@ -11,7 +11,3 @@ class SettingsError(ValueError):
         """One text for each mistake."""
         super().__init__("\n".join(problems))
         self.problems = problems
-
-
-class NotOfKindError(ValueError):
-    """A value that is not of a setting's kind."""

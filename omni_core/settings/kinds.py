@@ -11,8 +11,6 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import Any, Generic, TypeVar
 
-from omni_core.settings.errors import NotOfKindError
-
 T = TypeVar("T")
 
 MAX_TIMEOUT_S = 31_536_000
@@ -21,6 +19,10 @@ MAX_TIMEOUT_S = 31_536_000
 _FLAG_WORDS = {"true": True, "1": True, "false": False, "0": False}
 _UNIT_BYTES = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
 _SIZE = re.compile(r"(\d+)\s*([a-z]*)", re.IGNORECASE)
+
+
+class NotOfKindError(ValueError):
+    """A value breaks the rule of its kind; the text follows the value."""
 
 
 class Kind(ABC, Generic[T]):

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from omni_core.settings.errors import NotOfKindError, SettingsError
+from omni_core.settings.errors import SettingsError
+from omni_core.settings.kinds import NotOfKindError
 from omni_core.settings.setting import VARIABLE_PREFIX, Place, Setting, settings_of
 from omni_core.settings.sources import (
     CONFIG_FILE_VARIABLE,
@@ -20,7 +21,7 @@ from omni_core.settings.sources import (
     from_environment,
     from_file,
 )
-from omni_core.settings.stage_settings import SCHEMA, StageSettings
+from omni_core.settings.stage_settings import SCHEMA, StageSettings, ToolSettings
 
 _KNOWN = {one.name: one for one in SCHEMA}
 
@@ -44,8 +45,11 @@ class ResolvedSettings:
 
     def stage(self) -> StageSettings:
         """Those of a stage."""
-        names = {one.name for one in settings_of(StageSettings)}
-        return StageSettings(**{one.setting.name: one.value for one in self.values if one.setting.name in names})
+        return StageSettings(**self._of(StageSettings))
+
+    def tools(self) -> ToolSettings:
+        """Those of the command line."""
+        return ToolSettings(**self._of(ToolSettings))
 
     def plain(self) -> dict[str, dict[str, Any]]:
         """Name → value and origin, as JSON has them."""
@@ -66,6 +70,10 @@ class ResolvedSettings:
             if one.origin is not Origin.DEFAULT
         )
         return ", ".join(told) or "none"
+
+    def _of(self, group: type[Any]) -> dict[str, Any]:
+        names = {one.name for one in settings_of(group)}
+        return {one.setting.name: one.value for one in self.values if one.setting.name in names}
 
 
 def stage_settings(additional_config: Any, environment: Mapping[str, str]) -> ResolvedSettings:
@@ -130,5 +138,5 @@ def _unknown(given: GivenValue) -> str:
     near = difflib.get_close_matches(given.name, names, n=1)
     if given.origin is Origin.ENVIRONMENT:
         near = [VARIABLE_PREFIX + name.upper() for name in near]
-    hint = f"; did you mean {near[0]!r}?" if near else ""
+    hint = f"; did you mean {near[0]!r}?" if near else "."
     return f"unknown setting {given.shown_as}{hint} Known settings: {', '.join(names)}"

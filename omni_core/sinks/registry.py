@@ -50,6 +50,15 @@ def create_sink(name: str, options: Mapping[str, Any] = _NO_OPTIONS) -> StageSin
         UnknownSinkError, DuplicateSinkError, BrokenSinkError: as `load_sink_class`.
         InvalidSinkOptionError: an option the sink does not have, or one it needs is missing; names its options.
     """
+    return check_sink(name, options)(**options)
+
+
+def check_sink(name: str, options: Mapping[str, Any] = _NO_OPTIONS) -> type[StageSink]:
+    """The class of the sink that `create_sink` would make with these options; makes none.
+
+    Raises:
+        UnknownSinkError, DuplicateSinkError, BrokenSinkError, InvalidSinkOptionError: as `create_sink`.
+    """
     sink_class = load_sink_class(name)
     signature = inspect.signature(sink_class)
     try:
@@ -58,4 +67,4 @@ def create_sink(name: str, options: Mapping[str, Any] = _NO_OPTIONS) -> StageSin
         raise InvalidSinkOptionError(
             f"sink {name!r} with the options {dict(options)!r}: {error}; it takes {signature}"
         ) from error
-    return sink_class(**options)
+    return sink_class

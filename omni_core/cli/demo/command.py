@@ -19,6 +19,7 @@ from omni_core.cli.demo.prompts import PromptFileError, built_in_prompts, read_p
 from omni_core.cli.demo.report import BOUNDS, DemoReport, as_document, make_report, render_text
 from omni_core.cli.tables import JSON, add_format_argument, print_json
 from omni_core.integrations.vllm.demo.job import DemoJob, DemoPrompt, Phase, PhaseResult
+from omni_core.settings.errors import SettingsError
 
 EXIT_WRONG = 1
 EXIT_USAGE = 2
@@ -90,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
         _check_installed(converts=args.model is None)
         with make_progress() as progress:
             report = _run_phases(args, prompts, out, progress)
-    except (DemoError, OSError) as error:
+    except (DemoError, SettingsError, OSError) as error:
         return _say_failure(args.format, str(error), EXIT_WRONG)
     if args.format == JSON:
         print_json(as_document(report))

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from omni_core.cli.demo.child import DemoError, run_child
 from omni_core.cli.demo.progress import Progress
+from omni_core.settings.resolve import resolve
 
 HOME_VARIABLE = "OMNI_CORE_HOME"
 MODEL_NAME = "SmolLM2-135M-Instruct"
@@ -28,9 +29,14 @@ _MODEL_FILES = ("config.json", "model.safetensors", "tokenizer.json")
 
 
 def models_home(environment: Mapping[str, str]) -> Path:
-    """Where prepared models lie: `OMNI_CORE_HOME`, else `omni-core` in the user's cache folder."""
-    if environment.get(HOME_VARIABLE):
-        return Path(environment[HOME_VARIABLE]).expanduser().absolute()
+    """Where prepared models lie: the setting `home`, else `omni-core` in the user's cache folder.
+
+    Raises:
+        SettingsError: the environment, or the file it names, has settings that cannot be run with.
+    """
+    home = resolve((), environment).tools().home
+    if home is not None:
+        return Path(home).expanduser().absolute()
     cache = environment.get("XDG_CACHE_HOME")
     return (Path(cache) if cache else Path.home() / ".cache") / "omni-core"
 

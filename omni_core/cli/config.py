@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`omni-core config`: every setting with its value and its origin, whether they fit here, what there is to set."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from omni_core.backend import BackendError
+from omni_core.backend.registry import load_backend_class
+from omni_core.cli.tables import JSON, add_format_argument, print_json, render_table
+from omni_core.settings.errors import SettingsError
+from omni_core.settings.json_schema import json_schema
+from omni_core.settings.resolve import ResolvedSettings, ResolvedValue, resolve
+from omni_core.settings.setting import Place
+from omni_core.settings.sources import CONFIG_FILE_VARIABLE, GivenValue, from_additional_config, from_flags
+from omni_core.settings.stage_settings import SCHEMA
+from omni_core.sinks.errors import SinkError
+from omni_core.sinks.registry import check_sink
+
+_EPILOG = (
+    "A value given as a flag wins over the environment (OMNI_CORE_NAME), that over the file "
+    f"({CONFIG_FILE_VARIABLE}, TOML), and that over the default."
+)
+
+
+def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command to argparse's subparsers."""
+    parser = subparsers.add_parser(
+        "config",
+        help="show every setting with its value and its origin, check them, or list what there is to set",
+        description="Read the settings as a stage's worker would, without starting one.",
+        epilog=_EPILOG,
+    )
+    actions = parser.add_subparsers(metavar="ACTION", required=True)
+    show = actions.add_parser("show", help="every setting, its value, and where the value came from", epilog=_EPILOG)
+    validate = actions.add_parser("validate", help="tell every mistake; exit status 1 if there is one", epilog=_EPILOG)
+    for reader, run in ((show, run_show), (validate, run_validate)):
+        _add_sources(reader)
+        add_format_argument(reader)
+        reader.set_defaults(run=run)
+    schema = actions.add_parser("schema", help="what there is to set; as json, a JSON schema of the file")
+    add_format_argument(schema)
+    schema.set_defaults(run=run_schema)
+
+
+def run_show(args: argparse.Namespace) -> int:
+    """Print every setting; 0, or 1 if they cannot be read."""
+    try:
+        resolved = _resolved(args)
+    except SettingsError as error:
+        return _tell(error.problems, args)
+    if args.format == JSON:
+        print_json({"settings": resolved.plain()})
+    else:
+        rows = [_cells(one) for one in resolved.values]
+        print(render_table(("setting", "value", "origin", "place"), rows))
+    return 0
+
+
+def run_validate(args: argparse.Namespace) -> int:
+    """Print every mistake, or that there is none; 0 if the settings can be run with here, else 1."""
+    try:
+        problems = tuple(_not_runnable_here(_resolved(args)))
+    except SettingsError as error:
+        problems = error.problems
+    return _tell(problems, args)
+
+
+def run_schema(args: argparse.Namespace) -> int:
+    """Print the schema; 0."""
+    if args.format == JSON:
+        print_json(json_schema(Place.ANYWHERE))
+        return 0
+    rows = [
+        (
+            one.name,
+            one.variable if one.place is Place.ANYWHERE else "-",
+            _shown(one.kind.plain(one.default)),
+            one.kind.rule,
+        )
+        for one in SCHEMA
+    ]
+    print(render_table(("setting", "environment", "default", "must be"), rows))
+    return 0
+
+
+def _add_sources(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--additional-config",
+        metavar="JSON",
+        help="what vLLM is given under the same name; its omni_core section is read",
+    )
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="NAME=VALUE", help="a setting given as a flag; may be repeated"
+    )
+    parser.add_argument("--file", type=Path, help=f"a TOML file instead of the one {CONFIG_FILE_VARIABLE} names")
+
+
+def _resolved(args: argparse.Namespace) -> ResolvedSettings:
+    return resolve(_flags(args), os.environ, args.file)
+
+
+def _flags(args: argparse.Namespace) -> Iterator[GivenValue]:
+    yield from from_flags(args.set)
+    if args.additional_config is not None:
+        try:
+            additional_config = json.loads(args.additional_config)
+        except ValueError as error:
+            raise SettingsError(f"--additional-config is not JSON: {error}") from error
+        yield from from_additional_config(additional_config)
+
+
+def _not_runnable_here(resolved: ResolvedSettings) -> Iterator[str]:
+    """Mistakes that only this installation shows."""
+    stage = resolved.stage()
+    places = {one.setting.name: one.shown_as or one.setting.name for one in resolved.values}
+    try:
+        check_sink(stage.sink, stage.sink_options)
+    except SinkError as error:
+        yield f"{places['sink']}={stage.sink!r}: {error}"
+    if stage.backend is not None:
+        try:
+            load_backend_class(stage.backend)
+        except BackendError as error:
+            yield f"{places['backend']}={stage.backend!r}: {error}"
+
+
+def _tell(problems: tuple[str, ...], args: argparse.Namespace) -> int:
+    if args.format == JSON:
+        print_json({"valid": not problems, "problems": list(problems)})
+    elif problems:
+        print("\n".join(problems), file=sys.stderr)
+    else:
+        print("valid")
+    return 1 if problems else 0
+
+
+def _cells(one: ResolvedValue) -> tuple[str, str, str, str]:
+    return one.setting.name, _shown(one.setting.kind.plain(one.value)), one.origin.value, one.shown_as
+
+
+def _shown(value: Any) -> str:
+    return json.dumps(value)
