@@ -22,7 +22,7 @@ from omni_core.prefix_cache.progress import UNKNOWN
 from omni_core.prefix_cache.reads import ReadRequest
 from omni_core.prefix_cache.refusals import RequestRefusals
 from omni_core.prefix_cache.requests import RequestTable
-from omni_core.prefix_cache.slot_table import SlotTable
+from omni_core.prefix_cache.slot_table import NO_ADAPTER, SlotTable
 from omni_core.prefix_cache.step_context import OpenSteps
 
 
@@ -43,8 +43,11 @@ class RequestEntrance:
     def enter(self, request: EnteringRequest) -> ReadRequest | None:
         """Take the request in; returns what has to be read for it, if anything."""
         req_id = request.req_id
+        adapter_id = request.adapter_id
+        if adapter_id != NO_ADAPTER or self._table.any_adapter:
+            adapter_id = self._fill_blocks(request)
         known_withheld = self._requests.withheld_blocks(req_id) if req_id in self._requests else {}
-        withheld = self._withheld(request, known_withheld)
+        withheld = self._withheld(request, known_withheld, adapter_id)
         if request.kind is RequestEventKind.REPLACED:
             self._expire_rest(request)
             if req_id in self._requests:
@@ -58,8 +61,24 @@ class RequestEntrance:
                 )
             )
             return None
-        self._requests.start(req_id, request.block_ids, request.hit, self._table.last_id, withheld)
+        self._requests.start(req_id, request.block_ids, request.hit, self._table.last_id, withheld, adapter_id)
         return self._read(request, np.arange(request.hit, dtype=np.int64))
+
+    def _fill_blocks(self, request: EnteringRequest) -> int:
+        """Note whose rows the request's own blocks get, and return it.
+
+        The block that its hit ends inside is its to fill, too: another adapter's rows cannot stay there.
+        """
+        adapter_id = request.adapter_id
+        if request.req_id in self._requests:
+            adapter_id = self._requests.adapters.get(request.req_id, NO_ADAPTER)
+        self._table.set_adapter(request.own_blocks, adapter_id)
+        if request.hit % self._table.block_size:
+            block = request.hit_slots[-1:] // self._table.block_size
+            if self._table.of_other_adapter(block, adapter_id).any():
+                self._table.start_tenancies(block)
+                self._table.set_adapter(block.tolist(), adapter_id)
+        return adapter_id
 
     def _expire_rest(self, request: EnteringRequest) -> None:
         """What lies behind the kept prefix in its last block is of the old content, even if the new never comes."""
@@ -147,8 +166,8 @@ class RequestEntrance:
         slots = self._table.still_held(*self._requests.slots(request.req_id, positions))
         return ReadRequest(request.req_id, positions, slots, request.num_scheduled_tokens)
 
-    def _withheld(self, request: EnteringRequest, known: Mapping[int, int]) -> npt.NDArray[np.bool_]:
-        """For each block of its hit, whether the rows there may be of another content than the request's.
+    def _withheld(self, request: EnteringRequest, known: Mapping[int, int], adapter_id: int) -> npt.NDArray[np.bool_]:
+        """For each block of its hit, whether the rows there may be of another content, or adapter, than the request's.
 
         A block in which the request found other rows before (`known`) has them still, whatever digest it is told to
         get when the request fills it.
@@ -156,6 +175,8 @@ class RequestEntrance:
         first_slots = request.hit_slots[:: self._table.block_size]
         blocks = first_slots // self._table.block_size
         withheld = self._table.withheld(blocks, request.hit_digests, self._requests.life(request.req_id))
+        if adapter_id != NO_ADAPTER or self._table.any_adapter:
+            withheld = withheld | self._table.of_other_adapter(blocks, adapter_id)
         if known:
             since = np.array([known.get(block, -1) for block in blocks.tolist()], np.int64)
             withheld = withheld | (self._table.still_held(first_slots, since) >= 0)

@@ -14,6 +14,7 @@ from omni_core.prefix_cache.events import RequestEvent, RequestEventKind, StepEv
 from omni_core.prefix_cache.slot_table import Digests, Slots, SlotTable
 
 _DIGEST_BITS = (1 << 64) - 1
+_MAX_ADAPTER_ID = (1 << 63) - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,10 @@ class EnteringRequest:
     """For each block of the hit, the digest the request expects there; 0 where it names none."""
     num_scheduled_tokens: int
     num_known_tokens: int
+    adapter_id: int
+    """As its event names it; a live request keeps the one it has."""
+    own_blocks: tuple[int, ...]
+    """Blocks behind its hit: their tenancies begin with this step."""
 
     @property
     def hit(self) -> int:
@@ -163,6 +168,10 @@ def _contradiction(event: RequestEvent, kept_blocks: int, block_size: int) -> Re
             f"{event.num_scheduled_tokens}: neither may be negative, and the first needs {kept_blocks} blocks of "
             f"block_size={block_size}, but its table names {count}",
         )
+    if not 0 <= event.adapter_id <= _MAX_ADAPTER_ID:
+        return RequestEventError(
+            event.req_id, f"{event.kind.value} with adapter_id={event.adapter_id}: must be from 0 to 2**63 - 1"
+        )
     if event.block_digests and len(event.block_digests) != count:
         return RequestEventError(
             event.req_id, f"{event.kind.value} with {count} blocks and {len(event.block_digests)} block_digests"
@@ -196,6 +205,8 @@ def _entering(event: RequestEvent, block_size: int) -> EnteringRequest:
         _digests(digests),
         event.num_scheduled_tokens,
         event.num_known_tokens,
+        event.adapter_id,
+        event.block_ids[kept:],
     )
 
 

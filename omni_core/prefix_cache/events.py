@@ -48,6 +48,9 @@ class RequestEvent:
     """For each block of `block_ids`, a 64-bit number that stands for the token prefix up to its end, 0 where it is not
     known or the block is not full; empty if none is known. A hit that names a digest finds no rows in a block that was
     told another, or none: tell the digest of every block that becomes full, here or in `filled_blocks`."""
+    adapter_id: int = 0
+    """The adapter that computes the request's rows, as `bump_adapter_version` names it; 0: the bare model. What the
+    event says that a request enters with holds until its end. A hit finds no rows in blocks of another adapter."""
 
 
 @dataclass(frozen=True, slots=True)

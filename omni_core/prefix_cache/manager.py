@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import atexit
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,7 @@ import numpy.typing as npt
 import torch
 
 from omni_core.backend import DeviceBackend
+from omni_core.backend.host_pages import resident_bytes
 from omni_core.prefix_cache.acknowledgement import UnacknowledgedRows
 from omni_core.prefix_cache.block_pool import RowSpec
 from omni_core.prefix_cache.buffers import HostBuffer
@@ -32,23 +34,29 @@ from omni_core.prefix_cache.errors import (
 )
 from omni_core.prefix_cache.event_digest import digest_events
 from omni_core.prefix_cache.events import StepEvents, StepLayout
-from omni_core.prefix_cache.host_memory import check_host_memory, host_limit
+from omni_core.prefix_cache.host_limit import host_memory
+from omni_core.prefix_cache.host_memory import check_host_memory
 from omni_core.prefix_cache.outputs import PartialRequest, StageCacheOutputs
 from omni_core.prefix_cache.planner import ReadPlanner
 from omni_core.prefix_cache.policy import ModelCachePolicy
+from omni_core.prefix_cache.pretouch import OnPretouch
 from omni_core.prefix_cache.reads import StepRead
 from omni_core.prefix_cache.refusals import RequestRefusals
 from omni_core.prefix_cache.requests import RequestTable
 from omni_core.prefix_cache.settlement import StepSettlement
-from omni_core.prefix_cache.slot_table import ABSENT, SlotTable
+from omni_core.prefix_cache.sizing import StageSizes
+from omni_core.prefix_cache.slot_table import ABSENT, NO_ADAPTER, SlotTable
 from omni_core.prefix_cache.staging import StagingSlot
 from omni_core.prefix_cache.state import CacheState
-from omni_core.prefix_cache.stats import CacheStats, ResetReport
+from omni_core.prefix_cache.stats import CacheStats, ResetReport, VersionReport
 from omni_core.prefix_cache.step_context import OpenSteps, StepContext, StepEnd
 from omni_core.prefix_cache.step_inputs import OutputClassifier, StepInputs, check_layout
 from omni_core.prefix_cache.step_intake import StepIntake
 from omni_core.prefix_cache.step_record import StepRecord, check_devices, step_nbytes
+from omni_core.prefix_cache.weight_versions import WeightVersions
 from omni_core.runtime import Runtime
+
+logger = logging.getLogger(__name__)
 
 _CLAIM_HOLDER = "save_outputs"
 """The name under which `save_outputs` holds a staging slot until the step and its write do."""
@@ -92,7 +100,8 @@ class OmniPrefixCacheManager:
             HostMemoryError: staging does not fit the memory this process may use.
             MemoryError: staging was refused by the device.
         """
-        check_host_memory(config, host_limit())
+        known_rows = {key: spec.row_bytes for key, spec in config.key_rows.items()}
+        check_host_memory(StageSizes(config, known_rows, device_is_host=device.type == "cpu"), host_memory())
         self.config = config
         self._backend = backend
         self._layout_source = layout_source
@@ -103,6 +112,7 @@ class OmniPrefixCacheManager:
         self._controller = OmniPrefixCacheController(config, backend, self._state, self._table, runtime, device)
         self._refusals = RequestRefusals(self._requests)
         self._steps = OpenSteps()
+        self._versions = WeightVersions()
         planner = ReadPlanner(
             self._state,
             self._table,
@@ -134,14 +144,20 @@ class OmniPrefixCacheManager:
         atexit.register(self.close)
         self._steps_saved = self._steps_materialized = self._steps_discarded = 0
 
-    def register_policy(self, policy: ModelCachePolicy) -> None:
+    def register_policy(self, policy: ModelCachePolicy, *, on_pretouch: OnPretouch | None = None) -> None:
         """Take the model's declaration. Engine thread, at load, before the first step.
 
-        Slow if it declares deferred keys: allocates `device_staging_bytes` on the device, and two pinned buffers.
+        Slow if it declares deferred keys: allocates `device_staging_bytes` on the device, and two pinned buffers. Slow
+        with `pretouch`: commits the pool's memory for hidden rows, if they are kept, and for `key_rows`.
+
+        Args:
+            policy: the model's.
+            on_pretouch: told how far the pre-touch has come, on the calling thread.
 
         Raises:
             StepOrderError: a step has already started.
             CacheClosedError: the cache is closed.
+            HostMemoryError: memory for the pre-touch is not there; nothing was changed.
             MemoryError: the device or the host refused; nothing was changed.
         """
         with self._state.lock:
@@ -149,10 +165,13 @@ class OmniPrefixCacheManager:
                 raise StepOrderError("register_policy was called after the first step; register it at load")
             if self._state.closing:
                 raise CacheClosedError("register_policy: the cache is closed")
+        prepared = self._controller.pretouch(policy, on_pretouch) if self.config.pretouch else {}
         memory = self._controller.allocate_deferred(policy)
         with self._state.lock:
             closed = self._state.closing
             unused = memory if closed else self._controller.defer(policy, memory)
+            if not closed:
+                self._controller.pool.prepare(prepared)
             self._policy = policy
             self._classifier = OutputClassifier(self.config, policy)
         if unused is not None:
@@ -213,6 +232,7 @@ class OmniPrefixCacheManager:
             StepOrderError, LayoutMismatchError, SlotOutOfRangeError, BlockSizeMismatchError: wrong input; nothing was
                 changed.
             KeyShapeChangedError, StepTooLargeError, NoBackendForTensorError: the same.
+            HostMemoryError: there is no address space for a new key's rows; the same.
             OmniPrefixCacheStagingTimeoutError: unread steps hold every staging slot; names them.
             CacheFailedError, CacheClosedError: see `CacheState.problem`.
         """
@@ -390,8 +410,7 @@ class OmniPrefixCacheManager:
             try:
                 idle = self._state.progress.wait_for(lambda: not committer.writing, self.config.join_timeout_s)
                 writes_dropped = committer.drop_queue() if idle else 0
-                if idle:
-                    self._controller.deferred.drop_open()
+                records_dropped = self._controller.deferred.drop_open() if idle else 0
             finally:
                 committer.go_on()
             if self._state.closing:
@@ -402,6 +421,7 @@ class OmniPrefixCacheManager:
                     f"nothing was reset: {', '.join(map(str, committer.open_tasks))}"
                 )
             rows_cleared = self._table.present_rows()
+            row_bytes = {key: spec.row_bytes for key, spec in self._controller.pool.specs.items()}
             failure = self._state.failure
             unused.extend(self._intake.end_unsaved_step())
             dropped = self._steps.consume_all()
@@ -417,15 +437,62 @@ class OmniPrefixCacheManager:
             self._state.epoch += 1
             self._state.wake_all()
         self._controller.buffers.give_back(unused)
-        return ResetReport(
-            rows_cleared, requests_forgotten, len(dropped), writes_dropped, None if failure is None else repr(failure)
+        report = ResetReport(
+            rows_cleared=rows_cleared,
+            requests_forgotten=requests_forgotten,
+            steps_dropped=len(dropped),
+            writes_dropped=writes_dropped,
+            deferred_records_dropped=records_dropped,
+            bytes_cleared=sum(rows * row_bytes[key] for key, rows in rows_cleared.items()),
+            failure_cleared=None if failure is None else repr(failure),
         )
+        logger.info("the prefix cache was reset: %s", report)
+        return report
+
+    def bump_weight_version(self) -> VersionReport:
+        """The weights have changed: no step announced from now on is served a row of a step announced before.
+
+        Any thread; never blocks. Live requests and open steps stay: what a step has planned it still delivers, and rows
+        written from now on are present. Call it once the weights have changed and before the next step is announced. A
+        step announced before and saved after the call counts as computed before.
+
+        The engine's own prefix cache has to forget as well: a request that hits its old blocks is answered with
+        `HitRowsAbsentError`. A request that is still owed rows of the old weights is, too.
+
+        Raises:
+            CacheClosedError: the cache is closed.
+        """
+        return self._bump_version(None)
+
+    def bump_adapter_version(self, adapter_id: int) -> VersionReport:
+        """As `bump_weight_version`, for the rows that one adapter computed; see `RequestEvent.adapter_id`.
+
+        Raises:
+            ValueError: `adapter_id` stands for no adapter.
+            CacheClosedError: the cache is closed.
+        """
+        if adapter_id <= NO_ADAPTER:
+            raise ValueError(f"bump_adapter_version: adapter_id={adapter_id}: must be the id of an adapter, above 0")
+        return self._bump_version(adapter_id)
+
+    def _bump_version(self, adapter_id: int | None) -> VersionReport:
+        # Walks tables, so without the lock.
+        rows_absent = self._table.present_rows(adapter_id)
+        with self._state.lock:
+            if self._state.closing:
+                raise CacheClosedError("bump of a version: the cache is closed")
+            self._intake.expire_version(adapter_id)
+            version = self._versions.bump(adapter_id)
+        report = VersionReport(adapter_id, version, rows_absent)
+        logger.info("new version of %s: %s", "the weights" if adapter_id is None else f"adapter {adapter_id}", report)
+        return report
 
     def stats(self) -> CacheStats:
         """Counters and held resources at this moment."""
         controller = self._controller
         pinned_bytes, device_bytes = controller.pinned_bytes, controller.device_bytes
         with self._state.lock:
+            memory = controller.memory()
             return CacheStats(
                 steps_saved=self._steps_saved,
                 steps_materialized=self._steps_materialized,
@@ -445,11 +512,23 @@ class OmniPrefixCacheManager:
                 deferred_bytes=controller.deferred.charged_bytes,
                 deferred_writes_open=controller.deferred.writes_open,
                 deferred_copies=controller.copier.copies_made,
-                pool_reserved_bytes=controller.pool.reserved_bytes,
+                pool_reserved_bytes=sum(memory.pool_bytes.values()),
                 pinned_bytes=pinned_bytes,
                 device_bytes=device_bytes,
                 recycled_bytes=controller.buffers.recycled_bytes,
+                memory=memory,
+                weight_version=self._versions.weights,
+                adapter_versions=self._versions.adapters,
             )
+
+    def resident_pool_bytes(self) -> dict[str, int]:
+        """Key → memory really behind its rows now, of `stats().memory.pool_bytes`. Any thread; hold no lock.
+
+        Asks the kernel about each page: 20 ms for 64 GiB of rows. Not for a step's path.
+        """
+        with self._state.lock:
+            rows = self._controller.pool.all_rows
+        return {key: resident_bytes(each) for key, each in rows.items()}
 
     def close(self, timeout_s: float = 10.0) -> bool:
         """Land what is queued, end the threads, free staging. Bounded by about three times `timeout_s`.
@@ -532,7 +611,7 @@ class OmniPrefixCacheManager:
         for value in inputs.token_values:
             if value.stored and value.key not in self._controller.pool:
                 spec = RowSpec(tuple(value.rows.shape[1:]), value.rows.dtype)
-                rows = self._controller.pool.reserve(spec)
+                rows = self._controller.pool.reserve(value.key, spec)
                 reserved[value.key] = _ReservedKey(spec, rows, self._table.new_key_tables())
         return reserved
 

@@ -65,8 +65,9 @@ class RequestRefusals:
                 req_id,
                 f"{step}: tokens {list(ranges)} were not computed in this step, and no hidden rows are stored for them "
                 "(the engine took them as cached although their forward never ran or ran before the cache was on, or "
-                "their block changed hands before an undelivered step could be read again); run the request again "
-                "without prefix-cache reads",
+                "their block changed hands before an undelivered step could be read again, or the weights or the "
+                "adapter changed since and the engine's own prefix cache was not reset); run the request again without "
+                "prefix-cache reads",
             )
             self.refuse(error)
             refused[req_id] = error

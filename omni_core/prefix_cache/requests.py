@@ -14,7 +14,7 @@ from omni_core.prefix_cache.outputs import PartialRequest
 from omni_core.prefix_cache.owed import MissingSets, Positions
 from omni_core.prefix_cache.progress import UNKNOWN, ProgressTable
 from omni_core.prefix_cache.reads import ranges_of
-from omni_core.prefix_cache.slot_table import Slots, WriteIds
+from omni_core.prefix_cache.slot_table import NO_ADAPTER, Slots, WriteIds
 
 _NOTHING_WITHHELD: npt.NDArray[np.bool_] = np.zeros(0, np.bool_)
 
@@ -69,6 +69,8 @@ class RequestTable:
         self._max_reports = max_partial_reports
         self._partial: dict[tuple[str, int], list[Positions]] = {}
         self._replaced: dict[int, None] = {}
+        self.adapters: dict[str, int] = {}
+        """Which adapter computes the rows of a live request; the others are the bare model's."""
         self._lives: dict[str, int] = {}
         self._num_lives = 0
 
@@ -87,16 +89,19 @@ class RequestTable:
         hit: int,
         since: int,
         withheld: npt.NDArray[np.bool_] = _NOTHING_WITHHELD,
+        adapter_id: int = NO_ADAPTER,
     ) -> None:
         """Begin to track a request whose first `hit` rows are promised from the store.
 
         `since` is the last id given out: the request holds these blocks as long as none has a later tenancy.
-        `withheld` says which blocks of its hit it must not read.
+        `withheld` says which blocks of its hit it must not read, `adapter_id` who computes its rows.
         """
         self._forget_batch()
         self.life(req_id)
         self._row_of[req_id] = self.progress.add(hit, self._block_end(hit))
         self._block_tables[req_id] = _BlockTable(block_ids, since, withheld)
+        if adapter_id != NO_ADAPTER:
+            self.adapters[req_id] = adapter_id
 
     def life(self, req_id: str) -> int:
         """Which life of its id the request is in, or will be once it starts: the same for every content version."""
@@ -127,9 +132,11 @@ class RequestTable:
         self._replaced[serial] = None
         if len(self._replaced) > self._max_reports:
             del self._replaced[next(iter(self._replaced))]
-        life = self.life(req_id)
+        life, adapter_id = self.life(req_id), self.adapters.get(req_id, NO_ADAPTER)
         self.end(req_id)
         self._lives[req_id] = life
+        if adapter_id != NO_ADAPTER:
+            self.adapters[req_id] = adapter_id
 
     def fail(self, error: RequestError) -> bool:
         """The request cannot be served any more: this error is its answer in every later step.
@@ -152,6 +159,8 @@ class RequestTable:
             return
         self._forget_batch()
         self._lives.pop(req_id, None)
+        if self.adapters:
+            self.adapters.pop(req_id, None)
         serial = self.progress.serial(row)
         self.progress.remove(row)
         del self._block_tables[req_id]

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
@@ -19,14 +21,25 @@ ABSENT = 0
 NOBODY = 0
 """The life a block is private to if it is private to none. Real lives start at 1."""
 
+NO_ADAPTER = 0
+"""The adapter of blocks that the bare model fills."""
+
+SHARED_BYTES_PER_SLOT = 13
+"""Bytes of the tables that all keys share, per slot: a floor, a pin count and a mark."""
+SHARED_BYTES_PER_BLOCK = 40
+"""The same, per block: two floors, a digest, an owner and an adapter."""
+KEY_BYTES_PER_SLOT = 16
+"""Bytes of one key's own tables, per slot: its latest claim and its stamp."""
+
 
 class SlotTable:
     """numpy tables over the slots of the mirrored KV cache. Every method needs the state lock, or says otherwise.
 
     Logical state is the engine thread's. Tenancies and writes take their ids from one counter: a block's tenancy is a
     floor, the id it began with, and a row is present only if its latest claim lies above its block's floor. Starting a
-    tenancy is therefore one store per block, whatever the number of keys. Physical state is the committer's: the stamp
-    of a row is the id of the write that lies there, or is being put there.
+    tenancy is therefore one store per block, whatever the number of keys. A new version of the weights is a second
+    floor: rows below it are absent, but the block changed no hands, so its request is not forgotten there. Physical
+    state is the committer's: the stamp of a row is the id of the write that lies there, or is being put there.
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
@@ -43,6 +56,11 @@ class SlotTable:
         self._any_digest = False
         self._row_floor: WriteIds = np.zeros(self.num_slots, np.int64)
         self._any_expired = False
+        self._version_floor: WriteIds = np.zeros(num_blocks, np.int64)
+        self._any_version = False
+        self._adapters: npt.NDArray[np.int64] = np.zeros(num_blocks, np.int64)
+        self.any_adapter = False
+        """Whether an adapter ever filled a block."""
         self._pins: npt.NDArray[np.int32] = np.zeros(self.num_slots, np.int32)
         self._latest: dict[str, WriteIds] = {}
         self._stamp: dict[str, WriteIds] = {}
@@ -52,6 +70,16 @@ class SlotTable:
     def keys(self) -> tuple[str, ...]:
         """Stored keys, in the order they were added."""
         return tuple(self._latest)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Bytes of the tables that all keys share; memory is committed as slots are used. No lock needed."""
+        return sum(table.nbytes for table in vars(self).values() if isinstance(table, np.ndarray))
+
+    @property
+    def key_bytes(self) -> dict[str, int]:
+        """The same of each key's own tables. State lock held."""
+        return {key: latest.nbytes + self._stamp[key].nbytes for key, latest in self._latest.items()}
 
     def check_blocks(self, block_ids: Slots, what: str) -> None:
         """Refuse block ids outside the KV cache. No lock needed.
@@ -84,6 +112,8 @@ class SlotTable:
             if self._any_digest:
                 self._digests[block_ids] = 0
                 self._private_to[block_ids] = NOBODY
+            if self.any_adapter:
+                self._adapters[block_ids] = NO_ADAPTER
 
     def start_all_tenancies(self) -> None:
         """The same for every block (`reset`)."""
@@ -92,6 +122,33 @@ class SlotTable:
         if self._any_digest:
             self._digests[:] = 0
             self._private_to[:] = NOBODY
+        if self.any_adapter:
+            self._adapters[:] = NO_ADAPTER
+
+    def expire_version(self, adapter_id: int | None = None) -> None:
+        """What was written until now is of weights that are gone: absent for later plans, in every key.
+
+        Args:
+            adapter_id: only in blocks that this adapter fills; `None`: everywhere. One numpy expression over blocks.
+        """
+        self._any_version = True
+        if adapter_id is None:
+            self._version_floor[:] = self.last_id
+        else:
+            self._version_floor[self._adapters == adapter_id] = self.last_id
+
+    def set_adapter(self, block_ids: Sequence[int], adapter_id: int) -> None:
+        """In their present tenancies these blocks are filled with this adapter's rows."""
+        if block_ids and (adapter_id != NO_ADAPTER or self.any_adapter):
+            self.any_adapter = True
+            self._adapters[list(block_ids)] = adapter_id
+
+    def of_other_adapter(self, block_ids: Slots, adapter_id: int) -> npt.NDArray[np.bool_]:
+        """For each block, whether another adapter than this one fills it."""
+        if adapter_id == NO_ADAPTER and not self.any_adapter:
+            return np.zeros(len(block_ids), np.bool_)
+        others: npt.NDArray[np.bool_] = self._adapters[block_ids] != adapter_id
+        return others
 
     def set_digests(self, block_ids: Slots, digests: Digests) -> None:
         """From now on the present tenancies of these blocks have these digests."""
@@ -103,6 +160,11 @@ class SlotTable:
         """Block `destination` has begun a tenancy that holds the whole of `source`: it stands for the same prefix."""
         if self._any_digest:
             self._digests[destination] = self._digests[source]
+
+    def copy_adapter(self, source: int, destination: int) -> None:
+        """Block `destination` has begun a tenancy with rows of `source`: they are the same adapter's."""
+        if self.any_adapter:
+            self._adapters[destination] = self._adapters[source]
 
     def make_private(self, block_id: int, digest: int, life: int) -> None:
         """Rows of the block's present tenancy are of a content its hash may not stand for.
@@ -160,9 +222,12 @@ class SlotTable:
     def present_ids(self, key: str, slots: Slots) -> WriteIds:
         """The write each row belongs to in its current tenancy, or `ABSENT`; -1 slots are absent."""
         ids = self._latest[key][slots]
-        present = (ids > self._tenancy_floor[slots // self.block_size]) & (slots >= 0)
+        blocks = slots // self.block_size
+        present = (ids > self._tenancy_floor[blocks]) & (slots >= 0)
         if self._any_expired:
             present &= ids > self._row_floor[slots]
+        if self._any_version:
+            present &= ids > self._version_floor[blocks]
         return np.where(present, ids, ABSENT)
 
     def still_held(self, slots: Slots, since: WriteIds) -> Slots:
@@ -190,13 +255,21 @@ class SlotTable:
         self._mark[among[among >= 0]] = False
         return found
 
-    def present_rows(self) -> dict[str, int]:
-        """How many rows of each key are present. Walks the tables; for `reset` and `stats` only."""
-        floors: WriteIds = self._tenancy_floor[:, None]
-        if self._any_expired:
-            floors = np.maximum(floors, self._row_floor.reshape(self.num_blocks, self.block_size))
+    def present_rows(self, adapter_id: int | None = None) -> dict[str, int]:
+        """How many rows of each key are present. Walks the tables; for `reset` and new versions only.
+
+        Without the lock, rows that are written meanwhile may be left out or counted.
+
+        Args:
+            adapter_id: only in blocks that this adapter fills; `None`: everywhere.
+        """
+        blocks = slice(None) if adapter_id is None else np.flatnonzero(self._adapters == adapter_id)
+        floors: WriteIds = np.maximum(self._tenancy_floor[blocks], self._version_floor[blocks])[:, None]
         by_block = (self.num_blocks, self.block_size)
-        return {key: int(np.count_nonzero(latest.reshape(by_block) > floors)) for key, latest in self._latest.items()}
+        if self._any_expired:
+            floors = np.maximum(floors, self._row_floor.reshape(by_block)[blocks])
+        latest = {key: self._latest[key].reshape(by_block) for key in self.keys}
+        return {key: int(np.count_nonzero(claims[blocks] > floors)) for key, claims in latest.items()}
 
     # -- physical state, committer thread -----------------------------------------------------------------------------
 

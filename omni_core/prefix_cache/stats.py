@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from omni_core.prefix_cache.sizing import CacheMemory
+
 
 @dataclass(frozen=True, slots=True)
 class CacheStats:
@@ -48,6 +50,12 @@ class CacheStats:
     """Device memory of the snapshot ring and of the ring for deferred rows."""
     recycled_bytes: int
     """Released output buffers kept for reuse."""
+    memory: CacheMemory
+    """What is allocated or reserved, by what it is for: the figures of `omni-core plan`, counted from the live cache."""
+    weight_version: int
+    """How often `bump_weight_version` was called."""
+    adapter_versions: Mapping[int, int]
+    """Adapter id → how often `bump_adapter_version` was called for it; the latest adapters only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,5 +68,22 @@ class ResetReport:
     steps_dropped: int
     writes_dropped: int
     """Queued writes; deferred rows that were still waiting on the device are not among them."""
+    deferred_records_dropped: int
+    """Steps whose deferred rows were waiting on the device."""
+    bytes_cleared: int
+    """Of the rows that were present. Their host memory stays with the pool, for the rows to come."""
     failure_cleared: str | None
     """The sticky failure that was lifted, if there was one."""
+
+
+@dataclass(frozen=True, slots=True)
+class VersionReport:
+    """What a new version of the weights, or of an adapter, made absent."""
+
+    adapter_id: int | None
+    """`None`: the weights, and so every adapter."""
+    version: int
+    """How often it was bumped, this time included."""
+    rows_absent: Mapping[str, int]
+    """Key → rows that were present and are not any more. Rows of a step that is under way go, too, and are not counted;
+    a row that is overwritten during the call may be."""

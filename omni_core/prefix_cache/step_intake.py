@@ -19,7 +19,7 @@ from omni_core.prefix_cache.planner import ReadPlanner
 from omni_core.prefix_cache.reads import ReadRequest, StepRead
 from omni_core.prefix_cache.refusals import RequestRefusals
 from omni_core.prefix_cache.requests import RequestTable
-from omni_core.prefix_cache.slot_table import ABSENT, NOBODY, Slots, SlotTable
+from omni_core.prefix_cache.slot_table import ABSENT, NO_ADAPTER, NOBODY, Slots, SlotTable
 from omni_core.prefix_cache.staging import StagingSlot
 from omni_core.prefix_cache.step_context import OpenSteps, StepContext
 from omni_core.prefix_cache.step_record import StepRecord
@@ -48,6 +48,7 @@ class StepIntake:
         self._steps = steps
         self._entrance = RequestEntrance(table, requests, refusals, steps)
         self._started_reads: list[StepRead] | None = None
+        self._new_versions: list[int | None] = []
         self.any_step_started = False
 
     @property
@@ -76,8 +77,30 @@ class StepIntake:
             self._refusals.refuse(error)
         for req_id, block_ids in digest.extended:
             self._requests.extend(req_id, block_ids, self._table.last_id)
+        if self._requests.adapters:
+            for req_id, block_ids in digest.extended:
+                self._table.set_adapter(block_ids, self._requests.adapters.get(req_id, NO_ADAPTER))
         reads = [read for request in digest.entering if (read := self._entrance.enter(request)) is not None]
         self._started_reads = [self._planner.plan("the step under way", reads)] if reads else []
+
+    def expire_version(self, adapter_id: int | None) -> None:
+        """Rows of every step announced until now are of weights that are gone: absent for steps announced from now on.
+
+        Of a step under way nobody can tell which weights its forward ran with: it plans and claims as it would have,
+        and its rows go with the others once it is saved, or is over.
+
+        Args:
+            adapter_id: rows in this adapter's blocks; `None`: all.
+        """
+        if self.step_under_way:
+            self._new_versions.append(adapter_id)
+        else:
+            self._table.expire_version(adapter_id)
+
+    def _expire_versions(self) -> None:
+        for adapter_id in self._new_versions:
+            self._table.expire_version(adapter_id)
+        self._new_versions.clear()
 
     def _copy_block(self, source: int, destination: int, num_rows: int) -> None:
         offsets = np.arange(num_rows, dtype=np.int64)
@@ -92,6 +115,7 @@ class StepIntake:
                 sources[key] = PoolRows(key, source_slots[present], destination_slots[present])
         self._force_sources(sources.values(), f"copy of block {source} to block {destination}")
         self._table.start_tenancies(np.array([destination], np.int64))
+        self._table.copy_adapter(source, destination)
         if num_rows == self._table.block_size:
             self._table.copy_digest(source, destination)
         write_id = self._table.next_write_id()
@@ -116,6 +140,8 @@ class StepIntake:
             for req_id, span in read.spans.items():
                 self._requests.owe(req_id, self._requests.serial(req_id), span.positions)
         self._started_reads = None
+        if self._new_versions:
+            self._expire_versions()
         return unused
 
     def save_step(
@@ -180,6 +206,8 @@ class StepIntake:
         self._committer.enqueue(task)
         if record.deferred is not None:
             self._deferred.relieve_pressure(record.deferred.nbytes)
+        if self._new_versions:
+            self._expire_versions()
         return step_id
 
     def _defer_rows(

@@ -33,15 +33,19 @@ class Run:
     known: int = 0
     drafts: int = 0
     content: str | None = None
+    adapter: int = 0
 
     @property
     def is_new(self):
         return self.hit is not None
 
 
-def new(req_id, blocks, hit=0, run=4):
-    """A request scheduled for the first time: its whole table, its prefix hit, its rows this step."""
-    return Run(req_id, run, tuple(blocks), hit)
+def new(req_id, blocks, hit=0, run=4, adapter=0, content=None):
+    """A request scheduled for the first time: its whole table, its prefix hit, its rows this step.
+
+    `content`: whose rows it computes, if not its own.
+    """
+    return Run(req_id, run, tuple(blocks), hit, adapter=adapter, content=content)
 
 
 def more(req_id, run=1, blocks=(), at=None, drafts=0):
@@ -145,7 +149,9 @@ class CacheRig:
                 self._computed[run.req_id] = run.hit
                 if run.content is not None:
                     self._contents[run.req_id] = run.content
-                told.append(RequestEvent(run.kind, run.req_id, run.blocks, run.hit, run.run, run.known))
+                told.append(
+                    RequestEvent(run.kind, run.req_id, run.blocks, run.hit, run.run, run.known, adapter_id=run.adapter)
+                )
             elif run.blocks:
                 self._tables[run.req_id] += run.blocks
                 told.append(RequestEvent(RequestEventKind.EXTENDED, run.req_id, run.blocks))
