@@ -1,11 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one place that says whether a stage gets a cache. Called by every worker class at KV-cache init."""
+"""The one place that says whether a stage gets a cache. Called by every worker class at KV-cache init.
+
+`GATE_RULES` is data: `docs/support.md` is rendered from it by `scripts/render_gate.py`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+
+from omni_core.prefix_cache.gate_facts import StageFacts, StageKind
 
 FULL_ATTENTION_KINDS = frozenset({"full_attention", "mla_attention"})
 """Kinds of KV-cache groups whose block table names the blocks of all tokens (vLLM: `FullAttentionManager`)."""
@@ -15,49 +20,16 @@ STORE_ONLY_CONNECTORS = frozenset({"ExampleHiddenStatesConnector", "MooncakeConn
 
 
 class GateStatus(Enum):
-    """The gate's three answers."""
+    """The gate's four answers."""
 
     SUPPORTED = "supported"
     """The stage gets a cache."""
     IGNORED = "ignored"
     """The stage has no use for one; nothing is built and nothing is wrong."""
+    ADVISED_OFF = "off by advice"
+    """As ignored, but a cache could be built: it is thought to bring this stage nothing."""
     REFUSED = "refused"
     """A cache was asked for that cannot give right rows here; start-up must stop."""
-
-
-@dataclass(frozen=True, slots=True)
-class StageFacts:
-    """What an integration knows about a stage when its KV cache is made."""
-
-    enabled: bool
-    """The operator asked for the cache."""
-    prefix_caching: bool = True
-    is_output_rank: bool = True
-    """The rank whose outputs the engine uses: last pipeline rank, tensor-parallel rank 0."""
-    is_pooling: bool = False
-    kv_role: str | None = None
-    """vLLM's `kv_transfer_config.kv_role`, if any."""
-    kv_connector: str | None = None
-    """vLLM's `kv_transfer_config.kv_connector`, if any."""
-    attention_group_kinds: tuple[str, ...] = ("full_attention",)
-    """Kind of each KV-cache group, such as `full_attention`, `sliding_window`, `mamba`."""
-    num_speculative_tokens: int = 0
-    async_scheduling: bool = False
-    """Whether a step is scheduled before the one before it has been sampled."""
-    scheduling_policy: str = "fcfs"
-    decode_context_parallel_size: int = 1
-    prefill_context_parallel_size: int = 1
-    prefix_replay_tokens: int = 0
-    """Tokens of a hit that the engine computes again (vLLM: `KVCacheSpec.prefix_replay_tokens`, the largest)."""
-    allocator_block_size: int | None = None
-    """Tokens per block of the mirrored group, as the scheduler gives them out."""
-    block_table_block_size: int | None = None
-    """Tokens per entry of the runner's block table; may be smaller than the allocator's."""
-    kv_sharing_fast_prefill: bool = False
-    """vLLM's `cache_config.kv_sharing_fast_prefill`: layers that share KV skip prompt tokens."""
-    engine_version: str | None = None
-    engine_version_problem: str | None = None
-    """Why this engine version is not supported, or `None`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +39,14 @@ class GateDecision:
     status: GateStatus
     rule: str
     reason: str
+    """Why, with the stage's values."""
+    remedy: str = ""
+    """What to change for another answer; empty where there is nothing to change."""
+
+    @property
+    def explanation(self) -> str:
+        """The reason and the remedy, in one line."""
+        return f"{self.reason}; {self.remedy}" if self.remedy else self.reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +55,15 @@ class GateRule:
 
     name: str
     status: GateStatus
+    when: str
+    """When it applies, for the documentation."""
     applies: Callable[[StageFacts], bool]
     reason: Callable[[StageFacts], str]
+    """Why, with the stage's values."""
+    remedy: str = ""
+    """What to change for another answer."""
+    remedy_here: Callable[[StageFacts], str] | None = None
+    """What to change on this very stage, where that depends on its values."""
 
 
 def full_attention_group(attention_group_kinds: Sequence[str]) -> int | None:
@@ -96,126 +83,202 @@ GATE_RULES: tuple[GateRule, ...] = (
     GateRule(
         "not_enabled",
         GateStatus.IGNORED,
+        "the stage did not ask for a cache",
         lambda f: not f.enabled,
-        lambda f: "the cache is off; set enabled=true in additional_config's omni_core section to turn it on",
+        lambda f: "the cache is off",
+        "set enabled=true in additional_config's omni_core section to turn it on",
     ),
     GateRule(
         "version",
         GateStatus.REFUSED,
+        "vLLM is none of the releases Omni Core was run on, lacks something it rests on, or runs model runner V2",
         lambda f: f.engine_version_problem is not None,
         lambda f: f"unsupported engine version {f.engine_version}: {f.engine_version_problem}",
+        "install one of those releases, unchanged; set VLLM_USE_V2_MODEL_RUNNER=0; or turn the cache off",
+        remedy_here=lambda f: f.engine_version_remedy,
     ),
     GateRule(
         "pooling",
         GateStatus.IGNORED,
-        lambda f: f.is_pooling,
+        "a pooling stage: it hands on no row per token",
+        lambda f: f.kind is StageKind.POOLING,
         lambda f: "a pooling stage hands on no rows per token",
+    ),
+    GateRule(
+        "codec_decoder",
+        GateStatus.ADVISED_OFF,
+        "a codec decoder (vocoder, code-to-wave): it decodes whole sequences, and hands on no row per token",
+        lambda f: f.kind is StageKind.CODEC_DECODER,
+        lambda f: (
+            "a codec decoder hands on a waveform and no row per token, and needs every code of its sequence: a hit "
+            "would save it nothing"
+        ),
+        "leave the cache and enable_prefix_caching off on this stage; if it does hand on rows per token, declare "
+        "stage_kind='autoregressive' in the model's omni_cache_policy",
+    ),
+    GateRule(
+        "diffusion",
+        GateStatus.IGNORED,
+        "a diffusion stage: its KV pages are the matter of `omni_core.diffusion_kv`, which is not built yet",
+        lambda f: f.kind is StageKind.DIFFUSION,
+        lambda f: (
+            "a diffusion stage computes every row anew in each denoising step; reuse of its KV pages is the matter of "
+            "omni_core.diffusion_kv, which this version does not have"
+        ),
     ),
     GateRule(
         "prefix_caching_off",
         GateStatus.IGNORED,
+        "`enable_prefix_caching` is off: no token is skipped, so every row comes out anyway",
         lambda f: not f.prefix_caching,
         lambda f: "enable_prefix_caching is off: the engine skips no tokens, so every row comes out anyway",
+        "set enable_prefix_caching=True if the engine is to skip what it has computed before",
     ),
     GateRule(
         "not_output_rank",
         GateStatus.IGNORED,
+        "the engine does not use this rank's outputs: the output rank has the cache",
         lambda f: not f.is_output_rank,
         lambda f: "this rank's outputs are not used by the engine; the output rank holds the cache",
     ),
     GateRule(
         "kv_consumer",
         GateStatus.REFUSED,
+        "`kv_role` is `kv_consumer` or `kv_both`: received KV counts as computed, its rows never were",
         lambda f: f.kv_role in ("kv_consumer", "kv_both"),
         lambda f: (
             f"kv_role={f.kv_role!r}: KV received from a producer counts as computed, but its rows were never "
-            "computed here; turn the cache off on this stage"
+            "computed here"
         ),
+        "turn the cache off on this stage",
     ),
     GateRule(
         "kv_connector",
         GateStatus.REFUSED,
+        "a KV connector that may load in the role `kv_producer` too",
         lambda f: f.kv_connector is not None and f.kv_connector not in STORE_ONLY_CONNECTORS,
         lambda f: (
             f"kv_connector={f.kv_connector!r} may load KV as a producer too; what it loads counts as computed, but its "
-            f"rows were never computed here; use one that only stores ({', '.join(sorted(STORE_ONLY_CONNECTORS))}), or "
-            "turn the cache off on this stage"
+            "rows were never computed here"
         ),
+        f"use one that only stores ({', '.join(sorted(STORE_ONLY_CONNECTORS))}), or turn the cache off on this stage",
     ),
     GateRule(
         "context_parallel",
         GateStatus.REFUSED,
+        "decode or prefill context parallelism: tokens are striped over ranks",
         lambda f: f.decode_context_parallel_size > 1 or f.prefill_context_parallel_size > 1,
         lambda f: (
             f"context parallelism (decode {f.decode_context_parallel_size}, prefill "
-            f"{f.prefill_context_parallel_size}) stripes tokens over ranks; set both sizes to 1"
+            f"{f.prefill_context_parallel_size}) stripes tokens over ranks"
         ),
+        "set both sizes to 1",
     ),
     GateRule(
         "async_speculation",
         GateStatus.REFUSED,
+        "speculative decoding with asynchronous scheduling: the worker learns too late which drafts were accepted",
         lambda f: f.async_scheduling and f.num_speculative_tokens > 0,
         lambda f: (
             f"num_speculative_tokens={f.num_speculative_tokens} with async_scheduling: the worker learns too late "
-            "which drafts were accepted; turn async_scheduling off or remove speculative_config"
+            "which drafts were accepted"
         ),
+        "turn async_scheduling off or remove speculative_config",
     ),
     GateRule(
         "priority_scheduling",
         GateStatus.REFUSED,
+        "a scheduling policy other than `fcfs`: a block can change hands without the worker hearing of it",
         lambda f: f.scheduling_policy != "fcfs",
         lambda f: (
-            f"scheduling_policy={f.scheduling_policy!r}: a block can change hands without the worker hearing of "
-            "it; use 'fcfs'"
+            f"scheduling_policy={f.scheduling_policy!r}: a block can change hands without the worker hearing of it"
         ),
+        "use 'fcfs'",
     ),
     GateRule(
         "fast_prefill",
         GateStatus.REFUSED,
+        "`kv_sharing_fast_prefill`: the last layers skip prompt tokens, so their hidden rows are not the model's",
         lambda f: f.kv_sharing_fast_prefill,
         lambda f: (
-            "kv_sharing_fast_prefill: the last layers skip prompt tokens, so their hidden rows are not the model's; "
-            "turn kv_sharing_fast_prefill off"
+            "kv_sharing_fast_prefill: the last layers skip prompt tokens, so their hidden rows are not the model's"
         ),
+        "turn kv_sharing_fast_prefill off",
     ),
     GateRule(
         "no_full_attention",
         GateStatus.REFUSED,
+        "no KV group keeps the blocks of every token (sliding-window layers only): hits do not say where rows are",
         lambda f: full_attention_group(f.attention_group_kinds) is None,
         lambda f: (
             f"KV groups {list(f.attention_group_kinds)}: none keeps the blocks of every token, so a hit does not say "
-            "where its rows are; turn the cache off for this model"
+            "where its rows are"
         ),
+        "turn the cache off for this model",
     ),
     GateRule(
         "prefix_replay",
         GateStatus.REFUSED,
+        "the engine computes the end of a hit again (`prefix_replay_tokens`): its rows would have two sources",
         lambda f: f.prefix_replay_tokens > 0,
         lambda f: (
             f"prefix_replay_tokens={f.prefix_replay_tokens}: the engine computes the end of a hit again and its rows "
-            "would have two sources; turn the cache off for this model"
+            "would have two sources"
         ),
+        "turn the cache off for this model",
     ),
     GateRule(
         "block_size",
         GateStatus.REFUSED,
+        "the scheduler's blocks are not whole numbers of the block table's",
         _block_sizes_do_not_fit,
         lambda f: (
             f"blocks of {f.allocator_block_size} tokens are not whole numbers of the block table's "
-            f"{f.block_table_block_size}; pass a block_size that is a multiple of what the attention backend uses"
+            f"{f.block_table_block_size}"
+        ),
+        "pass a block_size that is a multiple of what the attention backend uses",
+    ),
+    GateRule(
+        "no_hidden_rows",
+        GateStatus.SUPPORTED,
+        "the model's policy keeps no hidden rows (`needs_full_hidden_states` is `False`), with or without deferred "
+        "keys: its other keys are stored and joined",
+        lambda f: not f.keeps_hidden_rows,
+        lambda f: (
+            "the model's policy keeps no hidden rows; its other keys with a row per token are stored, "
+            f"{f.num_deferred_keys} of those declared deferred"
+        ),
+    ),
+    GateRule(
+        "kv_producer",
+        GateStatus.SUPPORTED,
+        "KV transfer to other engines only (`kv_producer`, with a connector that only stores): nothing is loaded, so "
+        "the rows are unaffected",
+        lambda f: f.kv_role == "kv_producer",
+        lambda f: (
+            f"kv_role='kv_producer' with kv_connector={f.kv_connector!r}: this stage computes every row it hands on"
+        ),
+    ),
+    GateRule(
+        "hidden_rows",
+        GateStatus.SUPPORTED,
+        "every other stage: autoregressive, with a full-attention group whose hidden rows feed a next stage",
+        lambda f: True,
+        lambda f: (
+            f"an autoregressive stage; KV group {full_attention_group(f.attention_group_kinds)} of "
+            f"{list(f.attention_group_kinds)} keeps the blocks of every token"
         ),
     ),
 )
-"""The decision table, in the order the rules are asked."""
+"""The decision table, in the order the rules are asked. The last one always applies."""
 
 
 def stage_prefix_cache_config(facts: StageFacts) -> GateDecision:
     """Whether a stage gets a cache. Pure; any thread.
 
     Returns:
-        The first rule of `GATE_RULES` that applies, or `supported`.
+        The answer of the first rule of `GATE_RULES` that applies.
     """
-    for rule in GATE_RULES:
-        if rule.applies(facts):
-            return GateDecision(rule.status, rule.name, rule.reason(facts))
-    return GateDecision(GateStatus.SUPPORTED, "supported", "a full-attention group, prefix caching on, output rank")
+    rule = next(rule for rule in GATE_RULES if rule.applies(facts))
+    remedy = rule.remedy if rule.remedy_here is None else rule.remedy_here(facts)
+    return GateDecision(rule.status, rule.name, rule.reason(facts), remedy)

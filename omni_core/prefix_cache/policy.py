@@ -9,6 +9,7 @@ from typing import Any
 
 from omni_core.prefix_cache.config import HIDDEN_KEY
 from omni_core.prefix_cache.errors import InvalidConfigError
+from omni_core.prefix_cache.gate_facts import StageKind
 
 MODEL_POLICY_ATTRIBUTE = "omni_cache_policy"
 """A model declares its policy under this attribute: a `ModelCachePolicy` or a mapping of its fields."""
@@ -27,18 +28,26 @@ class ModelCachePolicy:
     copied to the host earlier where someone wants them, or their room in `device_staging_bytes`."""
     needs_full_hidden_states: bool = True
     """Whether the consumer wants hidden rows of the whole prompt; `False` stores none and delivers this step's only."""
+    stage_kind: StageKind = StageKind.AUTOREGRESSIVE
+    """What the model's stage computes, where the engine's configuration does not say; also given by its value, such as
+    `"codec_decoder"`. The gate asks."""
 
     def __post_init__(self) -> None:
-        """Check that no key is declared twice, and none that cannot be.
+        """Check that no key is declared twice, none that cannot be, and a kind of stage there is.
 
         Raises:
-            InvalidConfigError: names the key and its declarations.
+            InvalidConfigError: names the key and its declarations, or the kind and those there are.
         """
         for name in ("token_keys", "request_keys", "deferred_keys"):
             value = getattr(self, name)
             if isinstance(value, str):
                 raise InvalidConfigError(f"{name}={value!r}: must be a collection of key names, not one string")
             object.__setattr__(self, name, frozenset(value))
+        try:
+            object.__setattr__(self, "stage_kind", StageKind(self.stage_kind))
+        except ValueError:
+            kinds = ", ".join(repr(kind.value) for kind in StageKind)
+            raise InvalidConfigError(f"stage_kind={self.stage_kind!r}: must be one of {kinds}") from None
         if HIDDEN_KEY in self.deferred_keys:
             raise InvalidConfigError(f"deferred_keys names {HIDDEN_KEY!r}: hidden rows are never deferred")
         pairs = (("token_keys", "request_keys"), ("token_keys", "deferred_keys"), ("request_keys", "deferred_keys"))

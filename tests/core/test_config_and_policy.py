@@ -11,6 +11,7 @@ from row_values import assert_rows
 
 from omni_core.prefix_cache.config import PrefixCacheConfig
 from omni_core.prefix_cache.errors import InvalidConfigError
+from omni_core.prefix_cache.gate_facts import StageKind
 from omni_core.prefix_cache.policy import MODEL_POLICY_ATTRIBUTE, ModelCachePolicy
 
 GOOD = {"num_blocks": 8, "block_size": 4, "hidden_size": 6, "hidden_dtype": torch.bfloat16, "max_num_tokens": 32}
@@ -76,6 +77,12 @@ def test_a_key_declared_twice_is_refused(pair):
         ModelCachePolicy(**{key: {"x"} for key in pair})
 
 
+def test_a_kind_of_stage_is_declared_by_its_name_or_left_out():
+    assert ModelCachePolicy().stage_kind is StageKind.AUTOREGRESSIVE
+    assert ModelCachePolicy(stage_kind="codec_decoder").stage_kind is StageKind.CODEC_DECODER
+    assert ModelCachePolicy(stage_kind=StageKind.DIFFUSION).stage_kind is StageKind.DIFFUSION
+
+
 @pytest.mark.parametrize("name", ["token_keys", "request_keys", "deferred_keys"])
 def test_one_string_is_no_collection_of_keys(name):
     with pytest.raises(InvalidConfigError, match=f"{name}='codes'"):
@@ -107,6 +114,10 @@ def test_a_models_declaration_is_taken():
         ({"tokenkeys": []}, "Model.omni_cache_policy has unknown field 'tokenkeys'; known: .*token_keys"),
         (["codes"], "Model.omni_cache_policy is a list"),
         ({"token_keys": ["x"], "request_keys": ["x"]}, "'x' is declared in token_keys and in request_keys"),
+        (
+            {"stage_kind": "vocoder"},
+            "stage_kind='vocoder': must be one of 'autoregressive', 'pooling', 'codec_decoder'",
+        ),
     ],
 )
 def test_a_declaration_that_makes_no_sense_is_refused(declared, message):

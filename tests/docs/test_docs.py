@@ -28,7 +28,6 @@ import omni_core.settings.errors
 import omni_core.sinks.errors
 from omni_core.cli.main import COMMANDS
 from omni_core.prefix_cache.config import PrefixCacheConfig
-from omni_core.prefix_cache.gate import GATE_RULES
 
 REPOSITORY = Path(__file__).parents[2]
 DOCS = REPOSITORY / "docs"
@@ -239,13 +238,6 @@ def table(page, *header):
 def bare(cell):
     assert re.fullmatch(r"`[^`]+`", cell), f"expected one code span, found {cell!r}"
     return cell.strip("`")
-
-
-def test_gate_table_is_the_gates():
-    rows = table("support.md", "Rule", "Answer", "When", "What to do")
-    assert [(bare(rule), answer) for rule, answer, _, _ in rows] == [
-        (rule.name, rule.status.value) for rule in GATE_RULES
-    ]
 
 
 def shown_default(field):

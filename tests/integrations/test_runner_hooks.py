@@ -447,12 +447,13 @@ def test_a_session_closes_once_and_still_reports(stages):
 
 
 def test_a_session_without_a_cache_says_why_and_has_nothing_to_flush():
-    decision = GateDecision(GateStatus.IGNORED, "not_enabled", "the cache is off")
+    decision = GateDecision(GateStatus.IGNORED, "not_enabled", "the cache is off", "turn it on")
     session = StageSession(StageSettings(), decision, parts=None, tap=None)
     session.flush(BOUND_S, still_running=())
     session.close(BOUND_S)
     assert session.cache is session.sink is session.backend is None
-    assert session.report()["gate"] == {"status": "ignored", "rule": "not_enabled", "reason": "the cache is off"}
+    told = {"status": "ignored", "rule": "not_enabled", "reason": "the cache is off", "remedy": "turn it on"}
+    assert session.report()["gate"] == told
 
 
 def test_an_unknown_sink_is_refused_before_anything_is_kept(stages):

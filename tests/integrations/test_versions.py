@@ -27,9 +27,9 @@ def test_a_patch_of_such_a_release_is_served():
 @pytest.mark.parametrize("version", ["0.26.0", "0.33.0", "1.32.0", "dev", "0.3", ""])
 def test_another_version_is_refused_and_the_setting_that_lets_it_try_is_named(version):
     problem = engine_version_problem(version)
-    assert "install one of those" in problem
-    assert "vLLM 0.27 to 0.32" in problem
-    assert "omni_core.allow_untested_version=true" in problem
+    assert "vLLM 0.27 to 0.32" in problem.reason
+    assert "install one of those" in problem.remedy
+    assert "omni_core.allow_untested_version=true" in problem.remedy
 
 
 def test_the_operator_may_let_a_version_try_that_lacks_nothing():
@@ -40,14 +40,14 @@ def test_the_operator_may_let_a_version_try_that_lacks_nothing():
 @pytest.mark.parametrize("allow_untested", [True, False])
 def test_a_version_that_lacks_something_is_refused_by_its_name_whatever_was_allowed(version, allow_untested):
     problem = engine_version_problem(version, lacking=[LACKING, "another"], allow_untested=allow_untested)
-    assert LACKING in problem
-    assert "and 1 more" in problem
-    assert "allow_untested_version" not in problem
+    assert f"{LACKING} and 1 more" in problem.reason
+    assert "install an unchanged vLLM 0.27 to 0.32" in problem.remedy
+    assert "allow_untested_version" not in problem.remedy
 
 
 @pytest.mark.parametrize("version", ["0.27.0", "0.32.0"])
 def test_the_second_model_runner_is_refused_on_every_release(version):
-    assert "VLLM_USE_V2_MODEL_RUNNER=0" in engine_version_problem(version, uses_v2_runner=True)
+    assert "VLLM_USE_V2_MODEL_RUNNER=0" in engine_version_problem(version, uses_v2_runner=True).remedy
 
 
 def test_the_releases_are_in_order_and_the_newest_is_the_one_every_run_uses():

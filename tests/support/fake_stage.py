@@ -18,7 +18,9 @@ from omni_core.settings.stage_settings import OnError, StageSettings
 class FakeStage:
     """Sixteen blocks of four tokens; `settings` as an operator gives them."""
 
-    def __init__(self, *, tap=False, model=None, runner=None, policy=None, runtime=None, **settings):
+    def __init__(
+        self, *, tap=False, model=None, runner=None, policy=None, runtime=None, first_prompts_block=None, **settings
+    ):
         self.settings = StageSettings(enabled=True, **({"on_error": OnError.RAISE} | settings))
         layers = ChosenLayers(self.settings.captured_layers)
         self.runner = runner or fake.FakeRunner(model)
@@ -42,6 +44,7 @@ class FakeStage:
             request_ids_randomised=True,
             stop_rule=fake.ends,
             runtime=runtime or ThreadingRuntime(),
+            first_prompts_block=first_prompts_block,
         )
         adopt_hooks(self.runner, self.parts.hooks)
         decision = GateDecision(GateStatus.SUPPORTED, "supported", "a test")

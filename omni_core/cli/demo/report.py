@@ -63,7 +63,8 @@ class DemoReport:
         """What the stage itself says went wrong: no cache, a cache turned off on the way, errors of no one request."""
         told = self.on.stage_report
         gate: Mapping[str, str] = told.get("gate", {})
-        problems = [] if gate.get("status") == "supported" else [f"the stage has no cache: {gate.get('reason')}"]
+        why = "; ".join(filter(None, (gate.get("reason"), gate.get("remedy"))))
+        problems = [] if gate.get("status") == "supported" else [f"the stage has no cache: {why}"]
         if told.get("off_reason"):
             problems.append(f"the cache was turned off: {told['off_reason']}")
         return (*problems, *told.get("delivery", {}).get("stage_errors", ()))

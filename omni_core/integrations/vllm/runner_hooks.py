@@ -28,6 +28,7 @@ from omni_core.integrations.vllm.accepted_tokens import (
 from omni_core.integrations.vllm.chosen_layers import ChosenLayers
 from omni_core.integrations.vllm.delivery.builder import BuiltStep, StageBuilder, StartedRequest
 from omni_core.integrations.vllm.delivery.delivery_log import error_text
+from omni_core.integrations.vllm.effective_block import EffectiveBlock, warn_if_first_prompts_cannot_hit
 from omni_core.integrations.vllm.errors import StepNotSavedError
 from omni_core.integrations.vllm.step_events import SchedulerOutput, step_events
 from omni_core.integrations.vllm.versions import StageOutputsModel, StepArrays, prompt_token_ids, step_arrays
@@ -113,6 +114,7 @@ class StepHooks:
         stage_outputs: StageOutputsModel | None,
         layers: ChosenLayers,
         stop_rule: StopRule,
+        first_prompts_block: EffectiveBlock | None,
     ) -> None:
         self._cache = cache
         self._builder = builder
@@ -122,6 +124,7 @@ class StepHooks:
         self._stage_outputs = stage_outputs
         self._layers = layers
         self._stop_rule = stop_rule
+        self._first_prompts_block = first_prompts_block
         self._failed_in_a_row = 0
         self._steps_failed = 0
         self._off_reason: str | None = None
@@ -188,6 +191,9 @@ class StepHooks:
             StartedRequest(new.req_id, prompt_token_ids(new), new.num_computed_tokens)
             for new in scheduler_output.scheduled_new_reqs
         ]
+        if started and self._first_prompts_block is not None:
+            block, self._first_prompts_block = self._first_prompts_block, None
+            warn_if_first_prompts_cannot_hit(block, started)
         self._builder.news(started, scheduler_output.finished_req_ids)
 
     def _save_or_fail(self, runner: Any, hidden_states: torch.Tensor, scheduler_output: SchedulerOutput) -> None:

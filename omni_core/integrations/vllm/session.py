@@ -18,6 +18,7 @@ from omni_core.backend.registry import backend_for_tensor
 from omni_core.integrations.vllm.accepted_tokens import StopRule
 from omni_core.integrations.vllm.chosen_layers import ChosenLayers
 from omni_core.integrations.vllm.delivery.builder import StageBuilder
+from omni_core.integrations.vllm.effective_block import EffectiveBlock
 from omni_core.integrations.vllm.errors import RowsNotKeptError, StageNotFoundError
 from omni_core.integrations.vllm.request_ids import client_request
 from omni_core.integrations.vllm.runner_hooks import CurrentStep, StepHooks
@@ -58,6 +59,7 @@ class StageParts:
         request_ids_randomised: bool,
         stop_rule: StopRule,
         runtime: Runtime,
+        first_prompts_block: EffectiveBlock | None = None,
     ) -> None:
         """Make backend, sink, cache, builder and hooks, in this order; a failure closes those already made.
 
@@ -71,6 +73,7 @@ class StageParts:
             request_ids_randomised: whether the engine appends random digits to a client's request id.
             stop_rule: the scheduler's rule for the end of a request.
             runtime: makes every thread, lock and condition.
+            first_prompts_block: to be warned of if the stage's first prompts are not above it.
 
         Raises:
             BackendError, SinkError, OmniPrefixCacheError: a part cannot be made; says which and why.
@@ -111,6 +114,7 @@ class StageParts:
                 stage_outputs=stage_outputs_model(model),
                 layers=ChosenLayers(settings.captured_layers),
                 stop_rule=stop_rule,
+                first_prompts_block=first_prompts_block,
             )
             undo.pop_all()
 
@@ -227,7 +231,12 @@ class StageSession:
         """Plain dicts, lists, strings and numbers; any thread. `delivery` and `cache` only on a stage with a cache."""
         decision = self.decision
         told: dict[str, Any] = {
-            "gate": {"status": decision.status.value, "rule": decision.rule, "reason": decision.reason},
+            "gate": {
+                "status": decision.status.value,
+                "rule": decision.rule,
+                "reason": decision.reason,
+                "remedy": decision.remedy,
+            },
             "closed": self._closed,
             "settings": self._told_settings,
         }

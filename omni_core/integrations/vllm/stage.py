@@ -7,11 +7,13 @@ The same for every platform; a platform's worker class calls it and adds nothing
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
 from omni_core.integrations.vllm.chosen_layers import ChosenLayers, check_layers
+from omni_core.integrations.vllm.effective_block import BlockOfGroup, EffectiveBlock, warn_if_no_prompt_can_hit
 from omni_core.integrations.vllm.runner_hooks import adopt_hooks
 from omni_core.integrations.vllm.session import StageParts, StageSession
 from omni_core.integrations.vllm.stage_facts import KvGroups, cache_config, decide, stage_facts
@@ -22,6 +24,7 @@ from omni_core.integrations.vllm.versions import (
     engine_lacks,
     engine_stop_rule,
     engine_version,
+    hit_alignment_tokens,
     is_output_rank,
     prefix_replay_tokens,
     request_ids_are_randomised,
@@ -64,6 +67,7 @@ def open_stage(
     Raises:
         GateRefusedError: the gate refuses.
         SettingsError: a chosen layer has the name of an output of the model.
+        InvalidConfigError: the model declares a policy that makes no sense.
         BackendError, SinkError, OmniPrefixCacheError: a part cannot be made.
     """
     settings = resolved.stage()
@@ -76,6 +80,8 @@ def open_stage(
             allocator_block_size=int(kv_cache_config.kv_cache_groups[group_index].kv_cache_spec.block_size),
             block_table_block_size=None if uses_v2_runner else block_table_block_size(runner, group_index),
         )
+    # A stage that did not ask is left alone, whatever its model declares.
+    policy = ModelCachePolicy.from_model(runner.get_model()) if settings.enabled else ModelCachePolicy()
     decision = decide(
         stage_facts(
             settings,
@@ -84,12 +90,13 @@ def open_stage(
             uses_v2_runner=uses_v2_runner,
             is_output_rank=is_output_rank(),
             kv_groups=groups,
+            policy=policy,
         )
     )
     parts: StageParts | None = None
     if decision.status is GateStatus.SUPPORTED and group_index is not None and groups.allocator_block_size is not None:
-        model = runner.get_model()
-        policy = ChosenLayers(settings.captured_layers).declared_in(ModelCachePolicy.from_model(model))
+        block = effective_block(kinds, kv_cache_config, vllm_config)
+        never_hits = warn_if_no_prompt_can_hit(block, int(vllm_config.model_config.max_model_len))
         config = cache_config(
             settings,
             vllm_config,
@@ -99,12 +106,13 @@ def open_stage(
         parts = StageParts(
             settings,
             config,
-            policy,
-            model=model,
+            ChosenLayers(settings.captured_layers).declared_in(policy),
+            model=runner.get_model(),
             device=runner.device,
             group_index=group_index,
             request_ids_randomised=request_ids_are_randomised(),
             stop_rule=engine_stop_rule(),
+            first_prompts_block=None if never_hits else block,
             runtime=ThreadingRuntime(),
         )
         _LOG.info(
@@ -116,7 +124,7 @@ def open_stage(
             parts.backend.name,
         )
     else:
-        _LOG.info("Omni Core is off here (%s): %s", decision.rule, decision.reason)
+        _LOG.info("Omni Core is off here: %s (%s): %s", decision.status.value, decision.rule, decision.explanation)
     with ExitStack() as undo:
         if parts is not None:
             undo.callback(parts.close, None)
@@ -125,3 +133,18 @@ def open_stage(
         session = StageSession(settings, decision, parts=parts, tap=tap, told_settings=resolved.plain())
         undo.pop_all()
     return session
+
+
+def effective_block(kinds: Sequence[str], kv_cache_config: Any, vllm_config: Any) -> EffectiveBlock:
+    """What every hit of a stage is a whole number of.
+
+    Args:
+        kinds: kind of each KV-cache group.
+        kv_cache_config: vLLM's `KVCacheConfig`.
+        vllm_config: vLLM's `VllmConfig`.
+    """
+    groups = tuple(
+        BlockOfGroup(kind, int(group.kv_cache_spec.block_size))
+        for kind, group in zip(kinds, kv_cache_config.kv_cache_groups, strict=True)
+    )
+    return EffectiveBlock(hit_alignment_tokens(kv_cache_config, vllm_config), groups)

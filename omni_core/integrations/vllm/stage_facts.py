@@ -12,7 +12,9 @@ from omni_core.integrations.vllm.errors import GateRefusedError
 from omni_core.integrations.vllm.releases.engine_contract import EngineFact
 from omni_core.integrations.vllm.releases.engine_releases import engine_version_problem
 from omni_core.prefix_cache.config import PrefixCacheConfig
-from omni_core.prefix_cache.gate import GateDecision, GateStatus, StageFacts, stage_prefix_cache_config
+from omni_core.prefix_cache.gate import GateDecision, GateStatus, stage_prefix_cache_config
+from omni_core.prefix_cache.gate_facts import StageFacts, StageKind
+from omni_core.prefix_cache.policy import ModelCachePolicy
 from omni_core.settings.stage_settings import StageSettings
 
 
@@ -39,6 +41,7 @@ def stage_facts(
     uses_v2_runner: bool = False,
     is_output_rank: bool = True,
     kv_groups: KvGroups | None = None,
+    policy: ModelCachePolicy | None = None,
 ) -> StageFacts:
     """The facts of a stage. Pure; reads `vllm_config` (vLLM's `VllmConfig`).
 
@@ -50,17 +53,28 @@ def stage_facts(
         uses_v2_runner: whether the worker runs vLLM's second model runner.
         is_output_rank: to be left out before the distributed groups exist.
         kv_groups: to be left out before the KV cache is made; what it would say is then taken to be right.
+        policy: the model's; to be left out before it is loaded.
     """
     cache_config = vllm_config.cache_config
     parallel_config = vllm_config.parallel_config
     transfer = vllm_config.kv_transfer_config
     speculative = vllm_config.speculative_config
     groups = kv_groups or KvGroups()
+    declared = policy or ModelCachePolicy()
+    pooling = vllm_config.model_config.runner_type == "pooling"
+    problem = engine_version_problem(
+        engine_version,
+        lacking=engine_lacks,
+        uses_v2_runner=uses_v2_runner,
+        allow_untested=settings.allow_untested_version,
+    )
     return StageFacts(
         enabled=settings.enabled,
+        kind=StageKind.POOLING if pooling else declared.stage_kind,
         prefix_caching=bool(cache_config.enable_prefix_caching),
         is_output_rank=is_output_rank,
-        is_pooling=vllm_config.model_config.runner_type == "pooling",
+        keeps_hidden_rows=declared.needs_full_hidden_states,
+        num_deferred_keys=len(declared.deferred_keys),
         kv_role=None if transfer is None else transfer.kv_role,
         kv_connector=None if transfer is None else transfer.kv_connector,
         attention_group_kinds=groups.kinds,
@@ -74,12 +88,8 @@ def stage_facts(
         block_table_block_size=groups.block_table_block_size,
         kv_sharing_fast_prefill=bool(cache_config.kv_sharing_fast_prefill),
         engine_version=engine_version,
-        engine_version_problem=engine_version_problem(
-            engine_version,
-            lacking=engine_lacks,
-            uses_v2_runner=uses_v2_runner,
-            allow_untested=settings.allow_untested_version,
-        ),
+        engine_version_problem=None if problem is None else problem.reason,
+        engine_version_remedy="" if problem is None else problem.remedy,
     )
 
 
@@ -87,11 +97,11 @@ def decide(facts: StageFacts) -> GateDecision:
     """Ask the gate.
 
     Raises:
-        GateRefusedError: the gate refuses; names the rule and the reason.
+        GateRefusedError: the gate refuses; names the rule, the reason and what to change.
     """
     decision = stage_prefix_cache_config(facts)
     if decision.status is GateStatus.REFUSED:
-        raise GateRefusedError(f"Omni Core cannot serve this stage ({decision.rule}): {decision.reason}")
+        raise GateRefusedError(f"Omni Core cannot serve this stage ({decision.rule}): {decision.explanation}")
     return decision
 
 

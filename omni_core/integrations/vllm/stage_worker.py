@@ -15,7 +15,6 @@ from omni_core.integrations.vllm.rpc.worker_calls import WorkerCalls, answer
 from omni_core.integrations.vllm.session import StageSession
 from omni_core.integrations.vllm.stage import check_stage, open_stage
 from omni_core.integrations.vllm.versions import adopt_engine_logging
-from omni_core.settings.stage_settings import StageSettings
 from omni_core.settings.resolve import stage_settings
 
 _LOG = logging.getLogger(__name__)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -153,6 +154,20 @@ def prefix_replay_tokens(kv_cache_config: Any) -> int:
     """Tokens of a hit that the engine computes again, the most of all groups. Before vLLM 0.31 none did."""
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
     return max((int(spec.prefix_replay_tokens) for spec in specs if hasattr(spec, "prefix_replay_tokens")), default=0)
+
+
+def hit_alignment_tokens(kv_cache_config: Any, vllm_config: Any) -> int:
+    """What every hit is a whole number of, in tokens; never more than what the scheduler goes by.
+
+    vLLM 0.32 tells its workers. Before, a hit may end inside the blocks of a stage with a Mamba group, and whether it
+    does is the scheduler's own knowledge: then this is the finest it could be.
+    """
+    if hasattr(kv_cache_config, "cache_hit_alignment_tokens") and kv_cache_config.cache_hit_alignment_tokens:
+        return int(kv_cache_config.cache_hit_alignment_tokens)
+    sizes = [int(group.kv_cache_spec.block_size) for group in kv_cache_config.kv_cache_groups]
+    if "mamba" in attention_group_kinds(kv_cache_config):
+        return vllm_config.cache_config.prefix_match_unit or math.gcd(*sizes)
+    return math.lcm(*sizes)
 
 
 def request_ids_are_randomised() -> bool:

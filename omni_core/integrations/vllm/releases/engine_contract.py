@@ -131,23 +131,26 @@ CONFIGURATION = (
     *_has("config/vllm.py", "VllmConfig", "kv_transfer_config", "speculative_config", "kernel_config"),
     *_has("config/vllm.py", "VllmConfig", "additional_config"),
     *_has("config/cache.py", "CacheConfig", "enable_prefix_caching", "kv_sharing_fast_prefill"),
+    *_has("config/cache.py", "CacheConfig", "prefix_match_unit"),
     *_has("config/parallel.py", "ParallelConfig", "decode_context_parallel_size", "prefill_context_parallel_size"),
     *_has("config/parallel.py", "ParallelConfig", "data_parallel_size_local", "pipeline_parallel_size"),
     *_has("config/scheduler.py", "SchedulerConfig", "policy", "max_num_batched_tokens", "async_scheduling"),
     *_has("config/model.py", "ModelConfig", "runner_type", "dtype", "get_hidden_size", "get_total_num_hidden_layers"),
+    *_has("config/model.py", "ModelConfig", "max_model_len"),
     *_has("config/speculative.py", "SpeculativeConfig", "num_speculative_tokens", "method"),
     *_has("config/kv_transfer.py", "KVTransferConfig", "kv_role", "kv_connector"),
     *_has("config/kernel.py", "IrOpPriorityConfig", "fused_add_rms_norm"),
     *_has("config/kernel.py", "KernelConfig", "ir_op_priority"),
     *_has(_KV, "KVCacheConfig", "num_blocks", "kv_cache_groups"),
+    *_has(_KV, "KVCacheConfig", "cache_hit_alignment_tokens", since=(0, 32)),
     *_has(_KV, "KVCacheGroupSpec", "kv_cache_spec"),
     *_has(_KV, "KVCacheSpec", "block_size"),
     *_has(_KV, "KVCacheSpec", "prefix_replay_tokens", since=(0, 31)),
-    *_has(_KV, "KVCacheSpecKind", "FULL_ATTENTION"),
+    *_has(_KV, "KVCacheSpecKind", "FULL_ATTENTION", "MAMBA"),
     _takes(_KV, None, "get_kv_cache_spec_kind", "kv_cache_spec"),
     *_has("envs.py", None, "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION"),
 )
-"""What the gate is told, read by `stage_facts.py` and `versions.py`."""
+"""What the gate is told, read by `stage_facts.py`, `stage.py` and `versions.py`."""
 
 CLIENT = (
     _says("v1/engine/input_processor.py", "InputProcessor", "assign_request_id", "random_uuid():.8"),

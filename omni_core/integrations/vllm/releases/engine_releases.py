@@ -51,10 +51,19 @@ def release_of(version: str) -> Release | None:
     return None if found is None else (int(found[1]), int(found[2]))
 
 
+@dataclass(frozen=True, slots=True)
+class VersionProblem:
+    """Why a vLLM is not supported."""
+
+    reason: str
+    remedy: str
+    """What to do about it."""
+
+
 def engine_version_problem(
     version: str, *, lacking: Sequence[object] = (), uses_v2_runner: bool = False, allow_untested: bool = False
-) -> str | None:
-    """Why this vLLM is not supported, as one sentence; `None` if it is. Pure.
+) -> VersionProblem | None:
+    """Why this vLLM is not supported, and what to do; `None` if it is. Pure.
 
     Args:
         version: vLLM's version; a local part such as `+cpu` is allowed.
@@ -65,15 +74,18 @@ def engine_version_problem(
     was_run = release_of(version) in {one.release for one in ENGINE_RELEASES}
     if lacking:
         more = f" and {len(lacking) - 1} more" if len(lacking) > 1 else ""
-        found = f"its source text no longer says that {lacking[0]}{more}, which this integration rests on"
-        return f"{found}; install an unchanged {_supported()}, or turn the cache off"
+        return VersionProblem(
+            f"its source text no longer says that {lacking[0]}{more}, which this integration rests on",
+            f"install an unchanged {_supported()}, or turn the cache off",
+        )
     if not was_run and not allow_untested:
-        return (
-            f"this integration was run on {_supported()}; install one of those, or turn the cache off. All that it "
-            f"rests on is there under its name: {SECTION}.allow_untested_version=true lets it try"
+        return VersionProblem(
+            f"this integration was run on {_supported()}",
+            "install one of those, or turn the cache off. All that it rests on is there under its name: "
+            f"{SECTION}.allow_untested_version=true lets it try",
         )
     if uses_v2_runner:
-        return "model runner V2 is not supported; set VLLM_USE_V2_MODEL_RUNNER=0"
+        return VersionProblem("model runner V2 is not supported", "set VLLM_USE_V2_MODEL_RUNNER=0")
     return None
 
 

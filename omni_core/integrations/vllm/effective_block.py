@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The block that vLLM's hits are made of, and the one warning of a stage whose prompts are too short to ever hit.
+
+vLLM 0.32 (`resolve_kv_cache_block_sizes` in `v1/core/kv_cache_utils.py`, `get_computed_blocks` in
+`v1/core/kv_cache_manager.py`): with several KV-cache groups a hit ends where a block of each of them ends, which is
+every least common multiple of their block sizes; and it leaves at least the prompt's last token to be computed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from omni_core.integrations.vllm.delivery.built_step import StartedRequest
+from omni_core.settings.sources import SECTION
+
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockOfGroup:
+    """One KV-cache group."""
+
+    kind: str
+    """In vLLM's own words, such as `mamba`."""
+    num_tokens: int
+    """Tokens per block."""
+
+
+@dataclass(frozen=True, slots=True)
+class EffectiveBlock:
+    """What every hit of a stage is a whole number of."""
+
+    num_tokens: int
+    groups: tuple[BlockOfGroup, ...]
+
+    def can_hit(self, num_prompt_tokens: int) -> bool:
+        """Whether a prompt of so many tokens can hit at all. Its last token is always computed."""
+        return num_prompt_tokens > self.num_tokens
+
+    @property
+    def causes(self) -> str:
+        """The groups that make the block as long as it is, in words: those whose blocks no other's is made of."""
+        sizes = {group.num_tokens for group in self.groups}
+        longest = {size for size in sizes if not any(other > size and other % size == 0 for other in sizes)}
+        counts = Counter(group for group in self.groups if group.num_tokens in longest)
+        return ", ".join(
+            f"{f'{count} x ' if count > 1 else ''}{group.kind} ({group.num_tokens} tokens per block)"
+            for group, count in counts.items()
+        )
+
+    @property
+    def explanation(self) -> str:
+        """Why a prompt must be longer than that, and which groups say so."""
+        return (
+            f"vLLM's hits are whole effective blocks, here {self.num_tokens} tokens, and leave the last token of a "
+            f"prompt to be computed; the block comes from the KV-cache group {self.causes}"
+        )
+
+
+def warn_if_no_prompt_can_hit(block: EffectiveBlock, max_model_len: int) -> bool:
+    """Warn of a stage whose longest possible prompt cannot hit. At start.
+
+    Returns:
+        Whether it was warned of.
+    """
+    if block.can_hit(max_model_len):
+        return False
+    _LOG.warning(
+        "Omni Core is on, but no request can ever hit: max_model_len=%d is not above the effective block. %s. Raise "
+        "max_model_len above %d, pass a smaller block_size, or turn the cache off on this stage (%s.enabled=false)",
+        max_model_len,
+        block.explanation,
+        block.num_tokens,
+        SECTION,
+    )
+    return True
+
+
+def warn_if_first_prompts_cannot_hit(block: EffectiveBlock, started: Sequence[StartedRequest]) -> None:
+    """Warn if a stage's first prompts are all too short to ever hit. Once per stage, for its first step with any.
+
+    Engine thread; a stage whose first step has a prompt that is long enough is never warned of.
+    """
+    lengths = {one.req_id: len(one.prompt_token_ids) for one in started if one.prompt_token_ids is not None}
+    if not lengths or any(map(block.can_hit, lengths.values())):
+        return
+    req_id, num_prompt_tokens = max(lengths.items(), key=lambda item: item[1])
+    _LOG.warning(
+        "Omni Core is on, but the first prompts of this stage are too short to ever hit: the longest, of request %r, "
+        "has %d tokens. %s. Prompts of %d tokens or more can hit. If yours stay shorter, pass a smaller block_size, or "
+        "turn the cache off on this stage (%s.enabled=false). This is said once",
+        req_id,
+        num_prompt_tokens,
+        block.explanation,
+        block.num_tokens + 1,
+        SECTION,
+    )
