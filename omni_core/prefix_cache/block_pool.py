@@ -4,15 +4,16 @@
 from __future__ import annotations
 
 import math
-import mmap
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-_MAP_NORESERVE = 0x4000
-"""Linux's flag, from `mman-linux.h`; Python names it from 3.13 on."""
+from omni_core.backend.host_pages import reserve_pages
+from omni_core.prefix_cache.errors import HostMemoryError
+
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 """Rows are moved as the widest words that divide them: element by element costs more, and torch cannot index the
 rows of every dtype (float8, unsigned integers)."""
@@ -82,6 +83,7 @@ class PrefixBlockPool:
         self._block_map = block_map
         self._specs: dict[str, RowSpec] = {}
         self._rows: dict[str, torch.Tensor] = {}
+        self._prepared: dict[str, tuple[RowSpec, torch.Tensor]] = {}
 
     @property
     def specs(self) -> dict[str, RowSpec]:
@@ -89,9 +91,14 @@ class PrefixBlockPool:
         return dict(self._specs)
 
     @property
-    def reserved_bytes(self) -> int:
-        """Address space reserved for rows; memory is committed as blocks are first written."""
-        return sum(rows.numel() * rows.element_size() for rows in self._rows.values())
+    def reserved_bytes(self) -> dict[str, int]:
+        """Key → address space of its rows, prepared keys included. State lock held."""
+        return {key: rows.numel() * rows.element_size() for key, rows in self.all_rows.items()}
+
+    @property
+    def all_rows(self) -> dict[str, torch.Tensor]:
+        """Key → its rows, prepared keys included. State lock held."""
+        return {key: rows for key, (_, rows) in self._prepared.items()} | self._rows
 
     def __contains__(self, key: str) -> bool:
         return key in self._specs
@@ -100,18 +107,37 @@ class PrefixBlockPool:
         """What a row of the stored `key` looks like."""
         return self._specs[key]
 
-    def reserve(self, spec: RowSpec) -> torch.Tensor:
-        """Reserve rows for a new key. Engine thread, no lock held. Costs no memory until rows are written."""
-        num_slots = self._block_map.num_blocks * self._block_map.block_size
-        nbytes = num_slots * spec.row_bytes
-        reserved = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
-        with torch.inference_mode(False):  # an inference tensor could not be written by the committer
-            return torch.frombuffer(reserved, dtype=spec.word).view(num_slots, spec.row_words)
+    def reserve(self, key: str, spec: RowSpec) -> torch.Tensor:
+        """Rows for a key: those prepared for it, or fresh ones, which cost no memory until rows are written.
+
+        Engine thread, no lock held.
+
+        Raises:
+            HostMemoryError: the operating system has not so much address space; names the key and the sizes.
+        """
+        prepared = self._prepared.get(key)
+        if prepared is not None and prepared[0] == spec:
+            return prepared[1]
+        num_blocks, block_size = self._block_map.num_blocks, self._block_map.block_size
+        try:
+            pages = reserve_pages(num_blocks * block_size * spec.row_bytes, overcommit=True)
+        except MemoryError as error:
+            raise HostMemoryError(
+                f"key {key!r}: num_blocks={num_blocks} x block_size={block_size} x {spec.row_bytes} bytes of row: "
+                f"{error}; give the engine fewer blocks"
+            ) from error
+        with torch.inference_mode(False):
+            return pages.view(spec.word).view(num_blocks * block_size, spec.row_words)
+
+    def prepare(self, rows: Mapping[str, tuple[RowSpec, torch.Tensor]]) -> None:
+        """Keep rows from `reserve` for the first save of their keys. State lock held, before the first step."""
+        self._prepared = dict(rows)
 
     def add_key(self, key: str, spec: RowSpec, rows: torch.Tensor) -> None:
         """Begin to keep `key` in rows from `reserve`. State lock held: others look keys up under it."""
         self._rows[key] = rows
         self._specs[key] = spec
+        self._prepared.pop(key, None)
 
     def gather(self, key: str, slots: npt.NDArray[np.int64], out: torch.Tensor) -> None:
         """Copy the rows at `slots` into `out` `(len(slots), row_words)`, whole blocks at a time where possible."""

@@ -53,6 +53,11 @@ class HostBufferPool:
         """Bytes kept for reuse."""
         return self._free_bytes
 
+    @property
+    def max_recycled_bytes(self) -> int:
+        """Most bytes kept for reuse."""
+        return self._max_recycled_bytes
+
     def lease(self, shape: Sequence[int], dtype: torch.dtype) -> HostBuffer:
         """A buffer that holds at least `shape` of `dtype`; its content is undefined."""
         needed = tensor_nbytes(shape, dtype)

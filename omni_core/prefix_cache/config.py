@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import Enum
 
 import torch
 
+from omni_core.backend.host_pages import PAGE_BYTES
+from omni_core.prefix_cache.block_pool import RowSpec
 from omni_core.prefix_cache.errors import InvalidConfigError
 
 HIDDEN_KEY = "__hidden_states__"
@@ -57,6 +60,14 @@ class PrefixCacheConfig:
     """How long `materialize`, `flush` and the helper threads wait for a copy, a write or a read."""
     max_recycled_bytes: int = 512 << 20
     """Most bytes of released output buffers kept for reuse."""
+    pin_chunk_bytes: int = 0
+    """Page-lock staging pages in pieces of at most so many bytes, whole pages; 0: each page at once."""
+    pretouch: bool = False
+    """Whether the pool's memory for hidden rows and `key_rows` is committed when the policy is registered, instead of
+    as blocks are first written."""
+    key_rows: Mapping[str, RowSpec] = field(default_factory=dict)
+    """Further keys whose rows are known beforehand: counted in the memory check, and pre-touched. Keys not named here
+    are stored all the same; a key that comes with other rows is stored as it comes."""
     delivery: Delivery = Delivery.ON_MATERIALIZE
     """When a row counts as delivered: at once, or when the consumer acknowledges it."""
     caches_per_host: int = 1
@@ -80,6 +91,7 @@ class PrefixCacheConfig:
             "extra_step_bytes",
             "device_staging_bytes",
             "max_recycled_bytes",
+            "pin_chunk_bytes",
             "max_partial_reports",
         ):
             value = getattr(self, name)
@@ -89,6 +101,18 @@ class PrefixCacheConfig:
             value = getattr(self, name)
             if not isinstance(value, int | float) or not 0 < value < float("inf"):
                 raise InvalidConfigError(f"{name}={value!r}: must be a positive, finite number of seconds")
+        if self.pin_chunk_bytes % PAGE_BYTES:
+            raise InvalidConfigError(
+                f"pin_chunk_bytes={self.pin_chunk_bytes!r}: must be 0 or a multiple of the page of {PAGE_BYTES} bytes"
+            )
+        if not isinstance(self.pretouch, bool):
+            raise InvalidConfigError(f"pretouch={self.pretouch!r}: must be True or False")
+        if not isinstance(self.key_rows, Mapping) or not all(
+            isinstance(key, str) and isinstance(spec, RowSpec) for key, spec in self.key_rows.items()
+        ):
+            raise InvalidConfigError(f"key_rows={self.key_rows!r}: must map names of keys to a RowSpec each")
+        if HIDDEN_KEY in self.key_rows:
+            raise InvalidConfigError(f"key_rows names {HIDDEN_KEY!r}: its rows are hidden_size and hidden_dtype")
         if not isinstance(self.delivery, Delivery):
             raise InvalidConfigError(f"delivery={self.delivery!r}: must be a Delivery")
         if not isinstance(self.hidden_dtype, torch.dtype):

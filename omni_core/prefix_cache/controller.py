@@ -4,23 +4,26 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import torch
 
 from omni_core.backend import BackendError, DeviceBackend
 from omni_core.backend.memory import CARVE_ALIGNMENT_BYTES
 from omni_core.prefix_cache.abandoned_copies import AbandonedCopies
-from omni_core.prefix_cache.block_pool import BlockMap, PrefixBlockPool
+from omni_core.prefix_cache.block_pool import BlockMap, PrefixBlockPool, RowSpec
 from omni_core.prefix_cache.buffers import HostBufferPool
 from omni_core.prefix_cache.committer import Committer
-from omni_core.prefix_cache.config import PrefixCacheConfig
+from omni_core.prefix_cache.config import HIDDEN_KEY, PrefixCacheConfig
 from omni_core.prefix_cache.deferred_copier import DeferredCopier
 from omni_core.prefix_cache.deferred_memory import DeferredMemory
 from omni_core.prefix_cache.deferred_records import DeferredRecords
 from omni_core.prefix_cache.policy import ModelCachePolicy
 from omni_core.prefix_cache.pool_writer import PoolWriter
 from omni_core.prefix_cache.prefetcher import Prefetcher
+from omni_core.prefix_cache.pretouch import OnPretouch, pretouch
 from omni_core.prefix_cache.reads import StepRead
+from omni_core.prefix_cache.sizing import CacheMemory
 from omni_core.prefix_cache.slot_table import SlotTable
 from omni_core.prefix_cache.staging import StagingBufferPool, StagingSlot
 from omni_core.prefix_cache.state import CacheState
@@ -55,9 +58,16 @@ class OmniPrefixCacheController:
         self._config = config
         self._backend = backend
         self._state = state
+        self._table = table
         self._device = device
         self.live_reads: list[StepRead] = []
-        self.staging = StagingBufferPool(backend, config.staging_depth, config.staging_arena_bytes, device)
+        self.staging = StagingBufferPool(
+            backend,
+            config.staging_depth,
+            config.staging_arena_bytes,
+            device,
+            pin_chunk_bytes=config.pin_chunk_bytes,
+        )
         self.pool = PrefixBlockPool(BlockMap(config.num_blocks, config.block_size))
         self.buffers = HostBufferPool(config.max_recycled_bytes, runtime)
         self._copy_stream = backend.new_stream("omni-core-copy")
@@ -88,10 +98,23 @@ class OmniPrefixCacheController:
         """Host bytes really page-locked. No lock needed."""
         return self.staging.pinned_bytes + (0 if self._memory is None else self._memory.pinned_bytes)
 
-    @property
-    def device_bytes(self) -> int:
-        """Device bytes held, used or not. No lock needed."""
-        return self.staging.device_bytes + (0 if self._memory is None else self._memory.device_bytes)
+    def fixed_memory(self) -> CacheMemory:
+        """What was allocated once, by what it is for; of no key. No lock held: asks the backend."""
+        deferred = self._memory
+        return CacheMemory(
+            staging_bytes=self.staging.staging_bytes,
+            bounce_bytes=0 if deferred is None else deferred.bounce_bytes,
+            snapshot_ring_bytes=self.staging.device_bytes,
+            deferred_ring_bytes=0 if deferred is None else deferred.device_bytes,
+            pool_bytes={},
+            key_table_bytes={},
+            shared_table_bytes=self._table.shared_bytes,
+            max_recycled_bytes=self.buffers.max_recycled_bytes,
+        )
+
+    def with_keys(self, fixed: CacheMemory) -> CacheMemory:
+        """`fixed_memory` with what the keys have reserved by now. State lock held."""
+        return replace(fixed, pool_bytes=self.pool.reserved_bytes, key_table_bytes=self._table.key_bytes)
 
     def allocate_deferred(self, policy: ModelCachePolicy) -> DeferredMemory | None:
         """Allocate what the policy's deferred keys need, if anything. Slow; before the first step. No lock held.
@@ -102,6 +125,24 @@ class OmniPrefixCacheController:
         if not policy.deferred_keys or self._config.device_staging_bytes < CARVE_ALIGNMENT_BYTES:
             return None
         return DeferredMemory(self._config, policy, self._backend, self._device)
+
+    def pretouch(
+        self, policy: ModelCachePolicy, on_progress: OnPretouch | None
+    ) -> dict[str, tuple[RowSpec, torch.Tensor]]:
+        """Reserve and commit the rows of every key that is known beforehand. Slow; before the first step. No lock held.
+
+        Raises:
+            HostMemoryError: there is no memory for them.
+        """
+        config = self._config
+        specs = dict(config.key_rows)
+        if policy.needs_full_hidden_states:
+            specs[HIDDEN_KEY] = RowSpec((config.hidden_size,), config.hidden_dtype)
+        reserved = {key: (spec, self.pool.reserve(key, spec)) for key, spec in specs.items()}
+        with torch.inference_mode(False):
+            pages = [rows.view(-1).view(torch.uint8) for _, rows in reserved.values()]
+        pretouch(pages, self._runtime, stuck_after_s=config.join_timeout_s, on_progress=on_progress)
+        return reserved
 
     def defer(self, policy: ModelCachePolicy, memory: DeferredMemory | None) -> DeferredMemory | None:
         """Use this memory for the policy's deferred keys. State lock held, before the first step.

@@ -6,14 +6,11 @@ from __future__ import annotations
 import torch
 
 from omni_core.backend import DeviceBackend
-from omni_core.backend.memory import aligned_nbytes
 from omni_core.prefix_cache.config import PrefixCacheConfig
 from omni_core.prefix_cache.device_ring import DeviceRing
 from omni_core.prefix_cache.policy import ModelCachePolicy
+from omni_core.prefix_cache.sizing import NUM_BOUNCES, max_record_bytes
 from omni_core.prefix_cache.staging import BounceBuffer
-
-_NUM_BOUNCES = 2
-"""One is put into the pool while the next record is on its way into the other."""
 
 
 class DeferredMemory:
@@ -28,11 +25,12 @@ class DeferredMemory:
             MemoryError: the device or the host refused; what was allocated before is given back.
         """
         self.ring = DeviceRing(backend, config.device_staging_bytes, device)
-        self.max_record_bytes = min(self.ring.capacity_bytes, _page_room_bytes(config, policy))
+        self.max_record_bytes = max_record_bytes(config, keeps_hidden=policy.needs_full_hidden_states)
         self.bounces: list[BounceBuffer] = []
         try:
-            for index in range(_NUM_BOUNCES):
-                self.bounces.append(BounceBuffer(index, backend.pinned_arena(self.max_record_bytes)))
+            for index in range(NUM_BOUNCES):
+                arena = backend.pinned_arena(self.max_record_bytes, chunk_bytes=config.pin_chunk_bytes)
+                self.bounces.append(BounceBuffer(index, arena))
         except BaseException:
             self.close()
             raise
@@ -41,6 +39,11 @@ class DeferredMemory:
     def pinned_bytes(self) -> int:
         """Host bytes really page-locked."""
         return sum(bounce.pinned_bytes for bounce in self.bounces)
+
+    @property
+    def bounce_bytes(self) -> int:
+        """Host bytes of the bounce buffers, page-locked where the device can."""
+        return sum(bounce.nbytes for bounce in self.bounces)
 
     @property
     def device_bytes(self) -> int:
@@ -52,9 +55,3 @@ class DeferredMemory:
         for bounce in self.bounces:
             bounce.close()
         self.ring.close()
-
-
-def _page_room_bytes(config: PrefixCacheConfig, policy: ModelCachePolicy) -> int:
-    """Most bytes of a staging page that the deferred rows of one step can take."""
-    hidden_bytes = config.max_num_tokens * config.hidden_row_bytes if policy.needs_full_hidden_states else 0
-    return max(aligned_nbytes(1), aligned_nbytes(config.staging_arena_bytes - hidden_bytes))

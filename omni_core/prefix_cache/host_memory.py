@@ -1,136 +1,118 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a cache will cost in host memory, what this process may use, and whether the one fits the other."""
+"""Whether a stage fits the memory this process may use: refused, or warned of, before anything is allocated."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
-from omni_core.prefix_cache.config import HIDDEN_KEY, PrefixCacheConfig
 from omni_core.prefix_cache.errors import HostMemoryError
+from omni_core.prefix_cache.host_limit import HostLimit, HostMemory
+from omni_core.prefix_cache.remedies import Remedy, remedies
+from omni_core.prefix_cache.sizing import HostPlan, StageSizes
 
 logger = logging.getLogger(__name__)
 
-_UNLIMITED_FROM_BYTES = 1 << 60
-"""cgroup v1 writes "no limit" as a number near 2**63."""
-
 
 @dataclass(frozen=True, slots=True)
-class MemoryPlan:
-    """Host bytes of the caches of one host, known before anything is allocated."""
+class Fit:
+    """A plan held against a host."""
 
-    staging_bytes: int
-    """Pinned bytes of one cache, committed when it is built."""
-    pool_bytes: Mapping[str, int]
-    """Key → the most bytes its rows can come to in one cache; committed as blocks are first written."""
-    recycled_bytes: int
-    """The most bytes one cache keeps in released output buffers."""
-    caches_per_host: int
-
-    @property
-    def pinned_on_host_bytes(self) -> int:
-        """Committed at start by all caches of the host."""
-        return self.staging_bytes * self.caches_per_host
+    plan: HostPlan
+    host: HostMemory
+    refusal: str | None
+    """Why the caches cannot even start; `None` if they can."""
+    warning: str | None
+    """What may not fit once blocks are filled, or is not free now."""
+    remedies: tuple[Remedy, ...]
+    """Settings of which each alone makes it fit."""
 
     @property
-    def most_on_host_bytes(self) -> int:
-        """What all caches of the host can come to."""
-        one = self.staging_bytes + sum(self.pool_bytes.values()) + self.recycled_bytes
-        return one * self.caches_per_host
+    def fits(self) -> bool:
+        """Whether everything fits, also when every block is filled."""
+        return self.refusal is None and self.warning is None
 
 
-def plan_memory(config: PrefixCacheConfig, row_bytes: Mapping[str, int]) -> MemoryPlan:
-    """The plan of a configuration whose stored keys have rows of `row_bytes`. Pure."""
-    return MemoryPlan(
-        staging_bytes=config.staging_depth * config.staging_arena_bytes,
-        pool_bytes={key: config.pool_bytes(nbytes) for key, nbytes in row_bytes.items()},
-        recycled_bytes=config.max_recycled_bytes,
-        caches_per_host=config.caches_per_host,
-    )
+def judge_fit(sizes: StageSizes, host: HostMemory) -> Fit:
+    """Hold the plan of a stage against a host. Pure."""
+    plan = sizes.plan()
+    refusal, warning = start_problem(plan, host), growth_problem(plan, host)
+    ways: tuple[Remedy, ...] = ()
+    if refusal or warning:
+        ways = remedies(sizes, lambda changed: not (start_problem(changed, host) or growth_problem(changed, host)))
+    return Fit(plan, host, refusal, warning, ways)
 
 
-@dataclass(frozen=True, slots=True)
-class HostLimit:
-    """The most memory this process may use."""
-
-    nbytes: int
-    source: str
-    """Who set it: the machine, or a control group's file."""
-
-
-def host_limit(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> HostLimit | None:
-    """The smallest of the machine's memory and the limits of this process's control groups (versions 1 and 2).
-
-    Reads a few files; at start only. `None` where the system tells nothing.
-    """
-    limits = [HostLimit(nbytes, str(path)) for path in _limit_files(proc, cgroups) if (nbytes := _read_bytes(path))]
-    totals = [line.split()[1] for line in _read_lines(proc / "meminfo") if line.startswith("MemTotal:")]
-    limits.extend(HostLimit(int(kib) * 1024, "the machine's memory") for kib in totals)
-    return min(limits, key=lambda limit: limit.nbytes, default=None)
+def start_problem(plan: HostPlan, host: HostMemory) -> str | None:
+    """Why what is committed before the first step cannot be had, or `None`."""
+    if host.limit is not None and plan.start_on_host_bytes > host.limit.nbytes:
+        return (
+            f"{plan.start_on_host_bytes} bytes are needed before the first step ({plan.start_bytes} for each of "
+            f"{plan.caches_per_host} caches on this host), but {_allows(host.limit)}"
+        )
+    if host.available is not None and plan.start_bytes > host.available.nbytes:
+        return (
+            f"{plan.start_bytes} bytes are needed before the first step of this cache, but {host.available.nbytes} "
+            f"are free now ({host.available.source})"
+        )
+    return None
 
 
-def check_host_memory(config: PrefixCacheConfig, limit: HostLimit | None) -> MemoryPlan:
-    """Refuse a cache whose pinned pages cannot fit; warn of one whose pool may outgrow the limit.
+def growth_problem(plan: HostPlan, host: HostMemory) -> str | None:
+    """Why the caches may not fit once every block is filled, or `None`."""
+    if host.limit is not None and plan.most_on_host_bytes > host.limit.nbytes:
+        return (
+            f"caches on this host can come to {plan.most_on_host_bytes} bytes ({plan.most_bytes} for each of "
+            f"{plan.caches_per_host}), but {_allows(host.limit)}"
+        )
+    if host.available is not None and plan.most_bytes > host.available.nbytes:
+        return (
+            f"this cache can come to {plan.most_bytes} bytes, but {host.available.nbytes} are free now "
+            f"({host.available.source})"
+        )
+    return None
 
-    Further keys are not known yet when a cache is built: the pool counted here is the hidden rows'.
+
+def check_host_memory(sizes: StageSizes, host: HostMemory) -> HostPlan:
+    """Refuse a cache that cannot start; warn of one that may outgrow the limit or what is free. At start; logs once.
+
+    Keys whose rows are not known yet come on top.
 
     Raises:
         HostMemoryError: names sizes, limit and settings; nothing was allocated.
     """
-    plan = plan_memory(config, {HIDDEN_KEY: config.hidden_row_bytes})
-    pinned, most, caches = plan.pinned_on_host_bytes, plan.most_on_host_bytes, plan.caches_per_host
-    if limit is None:
-        return plan
-    if pinned > limit.nbytes:
+    fit = judge_fit(sizes, host)
+    config = sizes.config
+    if fit.refusal is not None:
         raise HostMemoryError(
-            f"staging takes {plan.staging_bytes} bytes for each of {caches} caches on this host, {pinned} in all, "
-            f"but {limit.source} allows {limit.nbytes}; lower staging_depth={config.staging_depth} or "
-            f"max_num_tokens={config.max_num_tokens}"
+            f"{fit.refusal}; staging_depth={config.staging_depth}, max_num_tokens={config.max_num_tokens}, "
+            f"pretouch={config.pretouch}. {_advice(fit)}"
         )
-    level = logging.WARNING if most > limit.nbytes else logging.INFO
-    logger.log(
-        level,
-        "caches on this host can come to %d bytes (%d each, num_blocks=%d x block_size=%d x %d bytes of hidden row; "
-        "further keys come on top); %s allows %d%s",
-        most,
-        most // caches,
-        config.num_blocks,
-        config.block_size,
-        config.hidden_row_bytes,
-        limit.source,
-        limit.nbytes,
-        ". Give the engine fewer blocks, or the container more memory" if most > limit.nbytes else "",
+    if fit.warning is not None:
+        logger.warning("%s: %s. %s", fit.warning, _pool_in_words(sizes), _advice(fit))
+    else:
+        logger.info(
+            "caches on this host can come to %d bytes (%d each): %s",
+            fit.plan.most_on_host_bytes,
+            fit.plan.most_bytes,
+            _pool_in_words(sizes),
+        )
+    return fit.plan
+
+
+def _allows(limit: HostLimit) -> str:
+    return f"{limit.source} allows {limit.nbytes}"
+
+
+def _pool_in_words(sizes: StageSizes) -> str:
+    row_bytes = sum(sizes.stored_row_bytes.values())
+    return (
+        f"num_blocks={sizes.config.num_blocks} x block_size={sizes.config.block_size} x {row_bytes} bytes of rows per "
+        f"token, and {sizes.plan().start_bytes} bytes at start; further keys come on top"
     )
-    return plan
 
 
-def _limit_files(proc: Path, cgroups: Path) -> list[Path]:
-    files = []
-    for line in _read_lines(proc / "self" / "cgroup"):
-        _, controllers, group = line.split(":", 2)
-        if controllers == "":
-            files.extend(_up_to_root(cgroups, group, "memory.max"))
-        elif "memory" in controllers.split(","):
-            files.extend(_up_to_root(cgroups / "memory", group, "memory.limit_in_bytes"))
-    return files
-
-
-def _up_to_root(root: Path, group: str, name: str) -> list[Path]:
-    parts = [part for part in group.split("/") if part]
-    return [root.joinpath(*parts[:count], name) for count in range(len(parts), -1, -1)]
-
-
-def _read_bytes(path: Path) -> int:
-    text = "".join(_read_lines(path)).strip()
-    if not text.isdigit() or int(text) >= _UNLIMITED_FROM_BYTES:
-        return 0
-    return int(text)
-
-
-def _read_lines(path: Path) -> list[str]:
-    try:
-        return path.read_text().splitlines()
-    except OSError:
-        return []
+def _advice(fit: Fit) -> str:
+    if fit.remedies:
+        return f"Any of these makes it fit: {'; '.join(map(str, fit.remedies))}"
+    return "No single setting makes it fit: give the container more memory, and the engine fewer blocks"

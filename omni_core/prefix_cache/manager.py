@@ -490,9 +490,9 @@ class OmniPrefixCacheManager:
     def stats(self) -> CacheStats:
         """Counters and held resources at this moment."""
         controller = self._controller
-        pinned_bytes, device_bytes = controller.pinned_bytes, controller.device_bytes
+        pinned_bytes, fixed = controller.pinned_bytes, controller.fixed_memory()
         with self._state.lock:
-            memory = controller.memory()
+            memory = controller.with_keys(fixed)
             return CacheStats(
                 steps_saved=self._steps_saved,
                 steps_materialized=self._steps_materialized,
@@ -514,7 +514,7 @@ class OmniPrefixCacheManager:
                 deferred_copies=controller.copier.copies_made,
                 pool_reserved_bytes=sum(memory.pool_bytes.values()),
                 pinned_bytes=pinned_bytes,
-                device_bytes=device_bytes,
+                device_bytes=fixed.device_bytes,
                 recycled_bytes=controller.buffers.recycled_bytes,
                 memory=memory,
                 weight_version=self._versions.weights,

@@ -42,11 +42,13 @@ class StagingSlot:
 class BounceBuffer:
     """Pinned host bytes for a deferred record whose step is over: nobody but the committer reads them."""
 
-    __slots__ = ("_arena", "index")
+    __slots__ = ("_arena", "index", "nbytes")
 
     def __init__(self, index: int, arena: PinnedArena) -> None:
         self.index = index
         self._arena = arena
+        self.nbytes = arena.buffer.numel()
+        """Host bytes, page-locked where the device can; 0 once closed."""
 
     @property
     def page(self) -> torch.Tensor:
@@ -61,6 +63,7 @@ class BounceBuffer:
     def close(self) -> None:
         """Give the memory back. No copy may still run into it. Idempotent."""
         self._arena.close()
+        self.nbytes = 0
 
 
 class StagingBufferPool:
@@ -69,8 +72,17 @@ class StagingBufferPool:
     `try_claim` and `release` are called with the state lock held and touch no bytes.
     """
 
-    def __init__(self, backend: DeviceBackend, depth: int, arena_bytes: int, device: torch.device) -> None:
+    def __init__(
+        self, backend: DeviceBackend, depth: int, arena_bytes: int, device: torch.device, *, pin_chunk_bytes: int = 0
+    ) -> None:
         """Pin `depth * arena_bytes` of host memory and as much device memory. Slow; start-up only.
+
+        Args:
+            backend: of the device.
+            depth: how many slots.
+            arena_bytes: size of each slot's page.
+            device: where the ring lies.
+            pin_chunk_bytes: most bytes page-locked at a time; 0: a whole page.
 
         Raises:
             MemoryError: the backend was refused the memory; what was allocated before is given back.
@@ -79,12 +91,13 @@ class StagingBufferPool:
         self._arenas = []
         try:
             for _ in range(depth):
-                self._arenas.append(backend.pinned_arena(arena_bytes))
+                self._arenas.append(backend.pinned_arena(arena_bytes, chunk_bytes=pin_chunk_bytes))
             self._ring = backend.snapshot_ring(depth, arena_bytes, device)
         except BaseException:
             for arena in self._arenas:
                 arena.close()
             raise
+        self._staging_bytes = sum(arena.buffer.numel() for arena in self._arenas)
         self._slots = [StagingSlot(index, arena.buffer) for index, arena in enumerate(self._arenas)]
         self._free = list(reversed(self._slots))
 
@@ -92,6 +105,11 @@ class StagingBufferPool:
     def pinned_bytes(self) -> int:
         """Host bytes really page-locked."""
         return sum(arena.pinned_bytes for arena in self._arenas)
+
+    @property
+    def staging_bytes(self) -> int:
+        """Host bytes of the pages, page-locked where the device can."""
+        return self._staging_bytes
 
     @property
     def device_bytes(self) -> int:
@@ -131,3 +149,4 @@ class StagingBufferPool:
         for arena in self._arenas:
             arena.close()
         self._ring.close()
+        self._staging_bytes = 0
