@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The effective block, and the one warning of a stage that is on and can never hit."""
+
+import logging
+from types import SimpleNamespace
+
+import fake_runner as fake
+import pytest
+from fake_stage import FakeStage
+
+from omni_core.integrations.vllm.delivery.builder import StartedRequest
+from omni_core.integrations.vllm.effective_block import (
+    BlockOfGroup,
+    EffectiveBlock,
+    warn_if_first_prompts_cannot_hit,
+    warn_if_no_prompt_can_hit,
+)
+from omni_core.integrations.vllm.stage import effective_block
+
+BOUND_S = 20.0
+MAMBA_160 = EffectiveBlock(160, (BlockOfGroup("full_attention", 32), *[BlockOfGroup("mamba", 160)] * 3))
+BLOCK_4 = EffectiveBlock(4, (BlockOfGroup("full_attention", 4),))
+
+
+def groups(*sizes, **told):
+    found = [SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=size)) for size in sizes]
+    return SimpleNamespace(kv_cache_groups=found, **told)
+
+
+def config(prefix_match_unit=None):
+    return SimpleNamespace(cache_config=SimpleNamespace(prefix_match_unit=prefix_match_unit))
+
+
+def warnings(caplog):
+    return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+
+
+@pytest.fixture
+def kinds(monkeypatch):
+    """The kinds that vLLM names for a stage's groups."""
+    named = []
+    monkeypatch.setattr("omni_core.integrations.vllm.versions.attention_group_kinds", lambda config: tuple(named))
+    return named
+
+
+@pytest.mark.parametrize(
+    ("of_groups", "sizes", "num_tokens"),
+    [
+        (("full_attention",), (16,), 16),
+        (("full_attention", "sliding_window"), (16, 24), 48),
+        (("full_attention", "sliding_window", "sliding_window"), (32, 4096, 4096), 4096),
+    ],
+)
+def test_a_hit_ends_where_a_block_of_every_group_ends(kinds, of_groups, sizes, num_tokens):
+    kinds.extend(of_groups)
+    block = effective_block(of_groups, groups(*sizes), config())
+    assert block.num_tokens == num_tokens
+    assert [(group.kind, group.num_tokens) for group in block.groups] == list(zip(of_groups, sizes, strict=True))
+
+
+def test_what_vllm_tells_its_workers_is_taken(kinds):
+    kinds.extend(("mamba", "full_attention"))
+    found = groups(160, 160, cache_hit_alignment_tokens=32)
+    assert effective_block(kinds, found, config()).num_tokens == 32
+
+
+@pytest.mark.parametrize(("unit", "num_tokens"), [(None, 32), (16, 16)])
+def test_before_vllm_tells_it_hits_inside_a_mamba_block_are_thought_possible(kinds, unit, num_tokens):
+    """A warning that says `never` must not be wrong."""
+    kinds.extend(("mamba", "full_attention"))
+    assert effective_block(kinds, groups(160, 32), config(unit)).num_tokens == num_tokens
+    told_nothing = groups(160, 32, cache_hit_alignment_tokens=None)
+    assert effective_block(kinds, told_nothing, config(unit)).num_tokens == num_tokens
+
+
+@pytest.mark.parametrize(
+    ("sizes", "causes"),
+    [
+        ((16,), "full_attention (16 tokens per block)"),
+        ((16, 4096), "mamba (4096 tokens per block)"),
+        ((16, 24), "full_attention (16 tokens per block), mamba (24 tokens per block)"),
+        ((16, 48, 24), "mamba (48 tokens per block)"),
+        ((16, 64, 64, 64), "3 x mamba (64 tokens per block)"),
+    ],
+)
+def test_the_groups_that_make_the_block_long_are_named_and_no_other(sizes, causes):
+    of_groups = [BlockOfGroup("mamba" if index else "full_attention", size) for index, size in enumerate(sizes)]
+    assert EffectiveBlock(0, tuple(of_groups)).causes == causes
+
+
+@pytest.mark.parametrize(("num_tokens", "can_hit"), [(1, False), (159, False), (160, False), (161, True)])
+def test_the_last_token_of_a_prompt_is_always_computed(num_tokens, can_hit):
+    assert MAMBA_160.can_hit(num_tokens) is can_hit
+
+
+def test_a_stage_whose_longest_prompt_cannot_hit_is_warned_of_at_start(caplog):
+    assert warn_if_no_prompt_can_hit(MAMBA_160, 160)
+    [message] = warnings(caplog)
+    assert "max_model_len=160" in message
+    assert "here 160 tokens" in message
+    assert "3 x mamba (160 tokens per block)" in message
+    assert "Raise max_model_len above 160, pass a smaller block_size, or turn the cache off" in message
+
+
+def test_a_stage_with_one_prompt_that_could_hit_is_not_warned_of_at_start(caplog):
+    assert not warn_if_no_prompt_can_hit(MAMBA_160, 161)
+    assert warnings(caplog) == []
+
+
+def test_the_warning_names_the_longest_of_the_first_prompts(caplog):
+    started = [StartedRequest(f"r{length}-00000001", [7] * length, 0) for length in (20, 90, 3)]
+    warn_if_first_prompts_cannot_hit(MAMBA_160, started)
+    [message] = warnings(caplog)
+    assert "'r90-00000001', has 90 tokens" in message
+    assert "here 160 tokens" in message
+    assert "3 x mamba (160 tokens per block)" in message
+    assert "Prompts of 161 tokens or more can hit" in message
+
+
+@pytest.fixture
+def stage():
+    made = FakeStage(first_prompts_block=BLOCK_4)
+    yield made
+    made.session.close(BOUND_S)
+
+
+def test_many_short_prompts_are_warned_of_once(stage, caplog):
+    for number in range(4):
+        ended = [f"a{number - 1}-0000000{number - 1}"] if number else []
+        new = (f"a{number}-0000000{number}", [11, 12, 13, 14], [number + 1], 0, 4)
+        stage.step(fake.scheduled(new=[new], finished=ended))
+    [message] = warnings(caplog)
+    assert "'a0-00000000', has 4 tokens" in message
+
+
+@pytest.mark.parametrize("lengths", [[5], [2, 5, 3]])
+def test_a_stage_that_begins_with_a_prompt_that_is_long_enough_is_never_warned_of(stage, caplog, lengths):
+    first = [(f"a{n}-0000000{n}", [9] * n, [2 * n, 2 * n + 1], 0, n) for n in lengths]
+    stage.step(fake.scheduled(new=first))
+    short = ("b-00000009", [9, 8], [13], 0, 2)
+    stage.step(fake.scheduled(new=[short], finished=[req_id for req_id, *_ in first]))
+    assert warnings(caplog) == []
+
+
+def test_a_step_without_a_new_request_decides_nothing(stage, caplog):
+    stage.step(fake.scheduled())
+    assert warnings(caplog) == []
+    stage.step(fake.scheduled(new=[("a-00000001", [1, 2], [1], 0, 2)]))
+    assert len(warnings(caplog)) == 1
