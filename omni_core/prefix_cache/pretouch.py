@@ -54,7 +54,7 @@ def pretouch(
         HostMemoryError: the operating system has no memory for a piece; the threads have ended.
         JoinTimeoutError: no piece was finished within `stuck_after_s`.
     """
-    pieces = [piece for pages in ranges for piece in pages.split(PIECE_BYTES)]
+    pieces = [piece for pages in ranges for piece in torch.split(pages, PIECE_BYTES)]
     work = _Work(pieces, runtime, commit)
     tell = on_progress or (lambda _: None)
     num_threads = min(MAX_THREADS, os.cpu_count() or 1, len(pieces))

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from operator import attrgetter
 
+from omni_core.prefix_cache.config import PrefixCacheConfig
 from omni_core.prefix_cache.sizing import HostPlan, StageSizes
 
 MIN_NUM_BLOCKS = 2
@@ -34,26 +36,64 @@ class _Knob:
     setting: str
     how: str
     least: int
-    get: Callable[[StageSizes], int]
-    put: Callable[[StageSizes, int], StageSizes]
+    present: Callable[[StageSizes], int]
+    changed: Callable[[StageSizes, int], StageSizes]
+
+    def largest_that_fits(self, sizes: StageSizes, fits: Callable[[HostPlan], bool]) -> int | None:
+        """The largest value below the present one with which `sizes` fit, or `None`."""
+        low, high = self.least, self.present(sizes)
+        if low >= high or not fits(self.changed(sizes, low).plan()):
+            return None
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if fits(self.changed(sizes, middle).plan()) else (low, middle)
+        return low
 
 
-def _config_knob(setting: str, how: str, least: int) -> _Knob:
+def _of_config(
+    setting: str, how: str, least: int, changed: Callable[[PrefixCacheConfig, int], PrefixCacheConfig]
+) -> _Knob:
+    present = attrgetter(setting)
     return _Knob(
         setting,
         how,
         least,
-        lambda sizes: int(getattr(sizes.config, setting)),
-        lambda sizes, value: replace(sizes, config=replace(sizes.config, **{setting: value})),
+        lambda sizes: int(present(sizes.config)),
+        lambda sizes, value: replace(sizes, config=changed(sizes.config, value)),
     )
 
 
 _KNOBS = (
-    _config_knob("num_blocks", "vLLM: --num-gpu-blocks-override, --kv-cache-memory-bytes", MIN_NUM_BLOCKS),
-    _config_knob("staging_depth", "omni_core.staging_depth", MIN_STAGING_DEPTH),
-    _config_knob("max_num_tokens", "vLLM: --max-num-batched-tokens", 1),
-    _config_knob("max_recycled_bytes", "omni_core.max_recycled_bytes", 0),
-    _config_knob("device_staging_bytes", "omni_core.device_staging_bytes", 0),
+    _of_config(
+        "num_blocks",
+        "vLLM: --num-gpu-blocks-override, --kv-cache-memory-bytes",
+        MIN_NUM_BLOCKS,
+        lambda config, value: replace(config, num_blocks=value),
+    ),
+    _of_config(
+        "staging_depth",
+        "omni_core.staging_depth",
+        MIN_STAGING_DEPTH,
+        lambda config, value: replace(config, staging_depth=value),
+    ),
+    _of_config(
+        "max_num_tokens",
+        "vLLM: --max-num-batched-tokens",
+        1,
+        lambda config, value: replace(config, max_num_tokens=value),
+    ),
+    _of_config(
+        "max_recycled_bytes",
+        "omni_core.max_recycled_bytes",
+        0,
+        lambda config, value: replace(config, max_recycled_bytes=value),
+    ),
+    _of_config(
+        "device_staging_bytes",
+        "omni_core.device_staging_bytes",
+        0,
+        lambda config, value: replace(config, device_staging_bytes=value),
+    ),
     _Knob(
         "layers",
         "omni_core.layers: capture so many",
@@ -68,14 +108,18 @@ _KNOBS = (
         lambda sizes: sizes.sink_bytes,
         lambda sizes, value: replace(sizes, sink_bytes=value),
     ),
-    _Knob(
+    _of_config(
         "pretouch",
         "omni_core.pretouch: 0 is false",
         0,
-        lambda sizes: int(sizes.config.pretouch),
-        lambda sizes, value: replace(sizes, config=replace(sizes.config, pretouch=bool(value))),
+        lambda config, value: replace(config, pretouch=bool(value)),
     ),
-    _config_knob("caches_per_host", "vLLM: --data-parallel-size-local", 1),
+    _of_config(
+        "caches_per_host",
+        "vLLM: --data-parallel-size-local",
+        1,
+        lambda config, value: replace(config, caches_per_host=value),
+    ),
 )
 
 
@@ -88,21 +132,7 @@ def remedies(sizes: StageSizes, fits: Callable[[HostPlan], bool]) -> tuple[Remed
     """
     if fits(sizes.plan()):
         return ()
-    found = []
-    for knob in _KNOBS:
-        present = knob.get(sizes)
-        value = _largest(knob.least, present, lambda value, knob=knob: fits(knob.put(sizes, value).plan()))
-        if value is not None:
-            found.append(Remedy(knob.setting, value, present, knob.how))
-    return tuple(found)
-
-
-def _largest(least: int, present: int, fits: Callable[[int], bool]) -> int | None:
-    """The largest number from `least` to below `present` that fits, or `None`."""
-    if least >= present or not fits(least):
-        return None
-    low, high = least, present
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
+    found = ((knob, knob.largest_that_fits(sizes, fits)) for knob in _KNOBS)
+    return tuple(
+        Remedy(knob.setting, value, knob.present(sizes), knob.how) for knob, value in found if value is not None
+    )

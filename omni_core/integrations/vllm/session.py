@@ -20,6 +20,7 @@ from omni_core.integrations.vllm.chosen_layers import ChosenLayers
 from omni_core.integrations.vllm.delivery.builder import StageBuilder
 from omni_core.integrations.vllm.effective_block import EffectiveBlock
 from omni_core.integrations.vllm.errors import RowsNotKeptError, StageNotFoundError
+from omni_core.integrations.vllm.pretouch_display import pretouch_display
 from omni_core.integrations.vllm.request_ids import client_request
 from omni_core.integrations.vllm.runner_hooks import CurrentStep, StepHooks
 from omni_core.integrations.vllm.tap import ForwardTap
@@ -89,7 +90,8 @@ class StageParts:
             current = CurrentStep()
             self.cache = OmniPrefixCacheManager(config, self.backend, current.layout, runtime=runtime, device=device)
             undo.callback(self.cache.close)
-            self.cache.register_policy(policy)
+            with pretouch_display(runtime) as show:
+                self.cache.register_policy(policy, on_pretouch=show)
             self.builder = StageBuilder(
                 self.cache,
                 self.sink,
