@@ -88,6 +88,12 @@ def test_the_groups_that_make_the_block_long_are_named_and_no_other(sizes, cause
     assert EffectiveBlock(0, tuple(of_groups)).causes == causes
 
 
+def test_what_makes_the_block_shorter_is_a_setting_that_does():
+    """vLLM raises the block of a stage with Mamba layers again; without such a group it refuses the other setting."""
+    assert BLOCK_4.remedy == "pass a smaller block_size"
+    assert MAMBA_160.remedy.startswith("set prefix_match_unit")
+
+
 @pytest.mark.parametrize(("num_tokens", "can_hit"), [(1, False), (159, False), (160, False), (161, True)])
 def test_the_last_token_of_a_prompt_is_always_computed(num_tokens, can_hit):
     assert MAMBA_160.can_hit(num_tokens) is can_hit
@@ -99,7 +105,8 @@ def test_a_stage_whose_longest_prompt_cannot_hit_is_warned_of_at_start(caplog):
     assert "max_model_len=160" in message
     assert "here 160 tokens" in message
     assert "3 x mamba (160 tokens per block)" in message
-    assert "Raise max_model_len above 160, pass a smaller block_size, or turn the cache off" in message
+    assert "Raise max_model_len above 160, set prefix_match_unit to a number that divides it" in message
+    assert "or turn the cache off on this stage (omni_core.enabled=false)" in message
 
 
 def test_a_stage_with_one_prompt_that_could_hit_is_not_warned_of_at_start(caplog):

@@ -74,6 +74,10 @@ def start(worker_class, config, kind=KIND, model=None):
     return worker
 
 
+def warnings_of(caplog):
+    return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+
+
 def refused_before_anything_is_loaded(worker_class):
     worker = worker_class(vllm_config(kv_role="kv_consumer"), fake.FakeRunner())
     with pytest.raises(GateRefusedError, match=r"\(kv_consumer\): kv_role='kv_consumer'.*; turn the cache off"):
@@ -136,6 +140,21 @@ def test_a_policy_without_hidden_rows_is_told_to_the_gate(worker_class):
     decision = worker.omni_core_session.decision
     assert (decision.status, decision.rule) == (GateStatus.SUPPORTED, "no_hidden_rows")
     assert "1 of those declared deferred" in decision.reason
+
+
+@pytest.mark.parametrize("max_model_len", [fake.BLOCK_SIZE, fake.BLOCK_SIZE + 1])
+def test_a_stage_that_can_never_hit_is_warned_of_once_at_start_or_with_its_first_prompt(
+    worker_class, max_model_len, caplog
+):
+    worker = start(worker_class, vllm_config(max_model_len=max_model_len))
+    at_start = len(warnings_of(caplog))
+    for req_id, block, ended in (("a-00000001", 1, []), ("b-00000002", 2, ["a-00000001"])):
+        new = (req_id, [5, 6, 7, 8], [block], 0, 4)
+        worker.model_runner.execute_model(fake.scheduled(new=[new], finished=ended))
+        worker.model_runner.sample_tokens({})
+    worker.shutdown()
+    assert at_start == (max_model_len == fake.BLOCK_SIZE)
+    assert len(warnings_of(caplog)) == 1
 
 
 def test_a_stage_that_did_not_ask_is_left_alone_whatever_its_model_declares(worker_class):

@@ -18,6 +18,9 @@ from omni_core.settings.sources import SECTION
 
 _LOG = logging.getLogger(__name__)
 
+MAMBA_KIND = "mamba"
+"""vLLM's word for a KV-cache group that keeps a state instead of every token's keys and values."""
+
 
 @dataclass(frozen=True, slots=True)
 class BlockOfGroup:
@@ -59,6 +62,13 @@ class EffectiveBlock:
             f"prompt to be computed; the block comes from the KV-cache group {self.causes}"
         )
 
+    @property
+    def remedy(self) -> str:
+        """What makes it shorter. vLLM sizes the blocks of a stage with a Mamba group itself, by the group's state."""
+        if any(group.kind == MAMBA_KIND for group in self.groups):
+            return "set prefix_match_unit to a number that divides it, so that hits may end inside a Mamba block"
+        return "pass a smaller block_size"
+
 
 def warn_if_no_prompt_can_hit(block: EffectiveBlock, max_model_len: int) -> bool:
     """Warn of a stage whose longest possible prompt cannot hit. At start.
@@ -70,10 +80,11 @@ def warn_if_no_prompt_can_hit(block: EffectiveBlock, max_model_len: int) -> bool
         return False
     _LOG.warning(
         "Omni Core is on, but no request can ever hit: max_model_len=%d is not above the effective block. %s. Raise "
-        "max_model_len above %d, pass a smaller block_size, or turn the cache off on this stage (%s.enabled=false)",
+        "max_model_len above %d, %s, or turn the cache off on this stage (%s.enabled=false)",
         max_model_len,
         block.explanation,
         block.num_tokens,
+        block.remedy,
         SECTION,
     )
     return True
@@ -90,11 +101,12 @@ def warn_if_first_prompts_cannot_hit(block: EffectiveBlock, started: Sequence[St
     req_id, num_prompt_tokens = max(lengths.items(), key=lambda item: item[1])
     _LOG.warning(
         "Omni Core is on, but the first prompts of this stage are too short to ever hit: the longest, of request %r, "
-        "has %d tokens. %s. Prompts of %d tokens or more can hit. If yours stay shorter, pass a smaller block_size, or "
-        "turn the cache off on this stage (%s.enabled=false). This is said once",
+        "has %d tokens. %s. Prompts of %d tokens or more can hit. If yours stay shorter, %s, or turn the cache off on "
+        "this stage (%s.enabled=false). This is said once",
         req_id,
         num_prompt_tokens,
         block.explanation,
         block.num_tokens + 1,
+        block.remedy,
         SECTION,
     )

@@ -166,7 +166,8 @@ def hit_alignment_tokens(kv_cache_config: Any, vllm_config: Any) -> int:
         return int(kv_cache_config.cache_hit_alignment_tokens)
     sizes = [int(group.kv_cache_spec.block_size) for group in kv_cache_config.kv_cache_groups]
     if "mamba" in attention_group_kinds(kv_cache_config):
-        return vllm_config.cache_config.prefix_match_unit or math.gcd(*sizes)
+        unit = vllm_config.cache_config.prefix_match_unit
+        return math.gcd(*sizes) if unit is None else int(unit)
     return math.lcm(*sizes)
 
 
