@@ -5,20 +5,19 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from omni_core.backend import BackendError
 from omni_core.backend.registry import load_backend_class
+from omni_core.cli.setting_sources import add_setting_sources, resolve_settings
 from omni_core.cli.tables import JSON, add_format_argument, print_json, render_table
 from omni_core.settings.errors import SettingsError
 from omni_core.settings.json_schema import json_schema
-from omni_core.settings.resolve import ResolvedSettings, ResolvedValue, resolve
+from omni_core.settings.resolve import ResolvedSettings, ResolvedValue
 from omni_core.settings.setting import Place
-from omni_core.settings.sources import CONFIG_FILE_VARIABLE, GivenValue, from_additional_config, from_flags
+from omni_core.settings.sources import CONFIG_FILE_VARIABLE
 from omni_core.settings.stage_settings import SCHEMA
 from omni_core.sinks.errors import SinkError
 from omni_core.sinks.registry import check_sink
@@ -41,7 +40,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     show = actions.add_parser("show", help="every setting, its value, and where the value came from", epilog=_EPILOG)
     validate = actions.add_parser("validate", help="tell every mistake; exit status 1 if there is one", epilog=_EPILOG)
     for reader, run in ((show, run_show), (validate, run_validate)):
-        _add_sources(reader)
+        add_setting_sources(reader)
         add_format_argument(reader)
         reader.set_defaults(run=run)
     schema = actions.add_parser("schema", help="what there is to set; as json, a JSON schema of the file")
@@ -52,7 +51,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def run_show(args: argparse.Namespace) -> int:
     """Print every setting; 0, or 1 if they cannot be read."""
     try:
-        resolved = _resolved(args)
+        resolved = resolve_settings(args)
     except SettingsError as error:
         return _tell(error.problems, args)
     if args.format == JSON:
@@ -66,7 +65,7 @@ def run_show(args: argparse.Namespace) -> int:
 def run_validate(args: argparse.Namespace) -> int:
     """Print every mistake, or that there is none; 0 if the settings can be run with here, else 1."""
     try:
-        problems = tuple(_not_runnable_here(_resolved(args)))
+        problems = tuple(_not_runnable_here(resolve_settings(args)))
     except SettingsError as error:
         problems = error.problems
     return _tell(problems, args)
@@ -88,32 +87,6 @@ def run_schema(args: argparse.Namespace) -> int:
     ]
     print(render_table(("setting", "environment", "default", "must be"), rows))
     return 0
-
-
-def _add_sources(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--additional-config",
-        metavar="JSON",
-        help="what vLLM is given under the same name; its omni_core section is read",
-    )
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="NAME=VALUE", help="a setting given as a flag; may be repeated"
-    )
-    parser.add_argument("--file", type=Path, help=f"a TOML file instead of the one {CONFIG_FILE_VARIABLE} names")
-
-
-def _resolved(args: argparse.Namespace) -> ResolvedSettings:
-    return resolve(_flags(args), os.environ, args.file)
-
-
-def _flags(args: argparse.Namespace) -> Iterator[GivenValue]:
-    yield from from_flags(args.set)
-    if args.additional_config is not None:
-        try:
-            additional_config = json.loads(args.additional_config)
-        except ValueError as error:
-            raise SettingsError(f"--additional-config is not JSON: {error}") from error
-        yield from from_additional_config(additional_config)
 
 
 def _not_runnable_here(resolved: ResolvedSettings) -> Iterator[str]:
