@@ -74,13 +74,20 @@ def hybrid(folder: Path) -> dict:
     return warned(qwen3_next(folder), [200, 200], dtype="bfloat16", max_model_len=1024, num_gpu_blocks_override=400)
 
 
+def hybrid_with_a_finer_unit(folder: Path) -> dict:
+    options = {"dtype": "bfloat16", "max_model_len": 1024, "num_gpu_blocks_override": 400}
+    return warned(qwen3_next(folder), [200, 200], prefix_match_unit=32, **options)
+
+
+SCENARIOS = (short_then_long, longest_too_short, hybrid, hybrid_with_a_finer_unit)
+
+
 def main() -> None:
-    scenario, result = sys.argv[1:]
+    name, result = sys.argv[1:]
+    [scenario] = [one for one in SCENARIOS if one.__name__ == name]
     exact_rows.make_rows_exact()
     with tempfile.TemporaryDirectory() as folder:
-        seen = {"short_then_long": short_then_long, "longest_too_short": longest_too_short, "hybrid": hybrid}[scenario](
-            Path(folder)
-        )
+        seen = scenario(Path(folder))
     Path(result).write_text(json.dumps(seen))
 
 

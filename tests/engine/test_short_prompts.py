@@ -49,3 +49,9 @@ def test_a_hybrid_models_block_is_the_schedulers_and_the_groups_behind_it_are_na
     assert f"here {seen['scheduler_block_size']} tokens" in message
     assert "mamba (" in message
     assert seen["rows_from_hits"] == 0
+
+
+def test_the_advice_for_a_hybrid_model_helps(run):
+    seen = run("hybrid_with_a_finer_unit")
+    assert seen["at_start"] == seen["later"] == []
+    assert seen["rows_from_hits"] == 192

@@ -124,6 +124,14 @@ def test_the_warning_names_the_longest_of_the_first_prompts(caplog):
     assert "Prompts of 161 tokens or more can hit" in message
 
 
+def test_a_block_shorter_than_a_groups_is_not_said_to_come_from_it(caplog):
+    inside = EffectiveBlock(32, (BlockOfGroup("mamba", 640), BlockOfGroup("full_attention", 640)))
+    warn_if_first_prompts_cannot_hit(inside, [StartedRequest("a-00000001", [7] * 32, 0)])
+    [message] = warnings(caplog)
+    assert "here 32 tokens" in message
+    assert "hits may end inside the blocks of the KV-cache group mamba (640 tokens per block)" in message
+
+
 @pytest.fixture
 def stage():
     made = FakeStage(first_prompts_block=BLOCK_4)

@@ -57,9 +57,11 @@ class EffectiveBlock:
     @property
     def explanation(self) -> str:
         """Why a prompt must be longer than that, and which groups say so."""
+        inside = any(self.num_tokens % group.num_tokens for group in self.groups)
+        origin = "hits may end inside the blocks of" if inside else "the block comes from"
         return (
             f"vLLM's hits are whole effective blocks, here {self.num_tokens} tokens, and leave the last token of a "
-            f"prompt to be computed; the block comes from the KV-cache group {self.causes}"
+            f"prompt to be computed; {origin} the KV-cache group {self.causes}"
         )
 
     @property
