@@ -5,6 +5,8 @@ PYTHON ?= python3
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
 MUTANTS_ARGS ?=
+BENCH_ARGS ?=
+BENCH_OUT ?= docs/measurements/bench
 SOAK_MINUTES ?= 30
 
 export PYTHON
@@ -18,7 +20,7 @@ NIGHTLY_VLLM := 0.27.0 0.30.0
 VLLM ?= $(NIGHTLY_VLLM)
 OTHER_VERSIONS := tests/engine/test_other_versions.py::test_the_engine_tests_pass_on_another_release
 
-.PHONY: help setup lint test test-fast test-engine test-vllm coverage matrix soak mutants demo docs clean
+.PHONY: help setup lint test test-fast test-engine test-vllm coverage matrix soak mutants demo bench docs clean
 
 help:
 	@echo "make demo         run vLLM on the CPU with prefix caching and check every delivered row (DEMO_ARGS='...')"
@@ -30,6 +32,7 @@ help:
 	@echo "make matrix       every feature of vLLM on a real engine; writes the feature matrix of docs and README"
 	@echo "make soak         for the night: more random examples, the long tests, all features, other vLLMs, a random mix"
 	@echo "make mutants      inject known bugs, one at a time, and see each caught (MUTANTS_ARGS='--only NAME')"
+	@echo "make bench        what the cache costs, beside a copy and beside the peer; for a quiet machine (BENCH_ARGS='--skip vllm')"
 	@echo "make lint         ruff and mypy"
 	@echo "make docs         build the documentation into site/"
 	@echo "make setup        only set up .venv, with everything"
@@ -93,10 +96,16 @@ demo:
 	@$(SETUP) core engine
 	@$(BIN)/python -m omni_core.cli.main demo $(DEMO_ARGS)
 
+# Every benchmark in a process of its own: about an hour and a half, of which `vllm` may take 40 minutes.
+bench: export OMNI_CORE_HOME ?= $(CURDIR)/models
+bench:
+	@$(SETUP) core engine bench
+	OMP_NUM_THREADS=1 $(BIN)/python -m omni_core.cli.main bench all --peer --out $(BENCH_OUT) $(BENCH_ARGS)
+
 docs:
 	@$(SETUP) core docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 clean:
 	rm -rf build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage htmlcov
-	find omni_core backends tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +
+	find omni_core backends tests examples -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -2,11 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 # Make .venv hold what the named parts need. Quick when it already does.
 #
-#   scripts/setup_venv.sh [core] [docs] [engine]      (none named: all three)
+#   scripts/setup_venv.sh [core] [docs] [engine] [bench]      (none named: core docs engine)
 #
 #   core     torch (CPU), omni-core editable, what tests and linters need; no vLLM
 #   docs     what the documentation site is built with
 #   engine   vLLM for the CPU, and what the demo reads its model with
+#   bench    what the benchmarks draw with
 #
 # PYTHON chooses the interpreter (default: python3, at least 3.11).
 set -euo pipefail
@@ -33,7 +34,10 @@ pip() { "$VENV/bin/python" -m pip --disable-pip-version-check "$@"; }
 parts=("$@")
 [ ${#parts[@]} -gt 0 ] || parts=(core docs engine)
 for part in "${parts[@]}"; do
-    case "$part" in core | docs | engine) ;; *) die "no part is called '$part'; there are: core docs engine" ;; esac
+    case "$part" in
+        core | docs | engine | bench) ;;
+        *) die "no part is called '$part'; there are: core docs engine bench" ;;
+    esac
 done
 
 make_venv() {
@@ -77,6 +81,10 @@ install_part() {
         docs)
             say "documentation tools"
             pip install -qq --editable '.[docs]'
+            ;;
+        bench)
+            say "what the benchmarks draw with"
+            pip install -qq --editable '.[bench]'
             ;;
         engine)
             say "vLLM for the CPU and the demo's readers (several minutes)"

@@ -36,6 +36,7 @@ class Command:
 COMMANDS = (
     Command("simulate", "omni_core.cli.simulate", "run the cache on a simulated engine, with no vLLM, and draw it"),
     Command("demo", "omni_core.cli.demo", "run vLLM on the CPU with prefix caching and check every delivered row"),
+    Command("bench", "omni_core.cli.bench", "measure what the cache costs, beside a copy and beside the peer"),
     Command("fuzz", "omni_core.cli.fuzz", "run random workloads, schedules and faults, and check every delivered row"),
     Command("plan", "omni_core.cli.plan", "what a stage will cost in memory, whether it fits, and what to change"),
     Command("config", "omni_core.cli.config", "show every setting with its value and its origin, or check them"),
