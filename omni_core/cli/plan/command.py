@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _report(args: argparse.Namespace) -> PlanReport:
     settings = resolve_settings(args, given_settings(args)).stage()
-    model = None if args.model is None else read_stage_model(args.model, args.stage_config)
+    model = None if args.model is None else read_stage_model(args.model, args.stage_config, args.dtype)
     engine = None if args.server is None else ask_engine(args.server, args.server_timeout_s)
     host = host_memory()
     if args.host_bytes is not None:

@@ -87,12 +87,13 @@ class StageModel:
         return kv_cache_bytes // block_bytes
 
 
-def read_stage_model(path: Path, stage_config: str | None) -> StageModel:
+def read_stage_model(path: Path, stage_config: str | None, dtype: torch.dtype | None) -> StageModel:
     """Read one stage's part of a model's configuration.
 
     Args:
         path: a model's folder, or its `config.json`.
         stage_config: dotted path of the stage's part, such as `thinker_config.text_config`; `None`: the only one there.
+        dtype: the engine runs the model in; `None`: in the configuration's.
 
     Raises:
         PlanInputError: it cannot be read, or has several stages and none was chosen; names them.
@@ -113,7 +114,15 @@ def read_stage_model(path: Path, stage_config: str | None) -> StageModel:
     if chosen not in stages:
         raise PlanInputError(f"--stage-config {chosen}: {file} has {', '.join(sorted(stages)) or 'none'}")
     section, dtype_name = stages[chosen]
-    return _stage_model(section, dtype_name, f"{file}{f' ({chosen})' if chosen else ''}")
+    source = f"{file}{f' ({chosen})' if chosen else ''}"
+    return _stage_model(section, dtype or _dtype_named(dtype_name, source), source)
+
+
+def _dtype_named(name: str | None, source: str) -> torch.dtype:
+    dtype = getattr(torch, str(name).removeprefix("torch."), None)
+    if not isinstance(dtype, torch.dtype):
+        raise PlanInputError(f"{source}: dtype is {name!r}; give --dtype")
+    return dtype
 
 
 def _stages(
@@ -130,10 +139,7 @@ def _stages(
             yield from _stages(value, f"{path}.{name}" if path else name, dtype)
 
 
-def _stage_model(section: Mapping[str, Any], dtype_name: str | None, source: str) -> StageModel:
-    dtype = getattr(torch, str(dtype_name).removeprefix("torch."), None)
-    if not isinstance(dtype, torch.dtype):
-        raise PlanInputError(f"{source}: dtype is {dtype_name!r}; give --dtype")
+def _stage_model(section: Mapping[str, Any], dtype: torch.dtype, source: str) -> StageModel:
     heads = int(section["num_attention_heads"])
     rank, rope = section.get("kv_lora_rank"), section.get("qk_rope_head_dim")
     return StageModel(
