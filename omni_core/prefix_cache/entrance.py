@@ -44,8 +44,8 @@ class RequestEntrance:
         """Take the request in; returns what has to be read for it, if anything."""
         req_id = request.req_id
         adapter_id = request.adapter_id
-        if adapter_id != NO_ADAPTER or self._table.any_adapter:
-            adapter_id = self._fill_blocks(request)
+        if self._table.any_adapter:
+            adapter_id = self._adapter_of(request)
         known_withheld = self._requests.withheld_blocks(req_id) if req_id in self._requests else {}
         withheld = self._withheld(request, known_withheld, adapter_id)
         if request.kind is RequestEventKind.REPLACED:
@@ -64,21 +64,23 @@ class RequestEntrance:
         self._requests.start(req_id, request.block_ids, request.hit, self._table.last_id, withheld, adapter_id)
         return self._read(request, np.arange(request.hit, dtype=np.int64))
 
-    def _fill_blocks(self, request: EnteringRequest) -> int:
-        """Note whose rows the request's own blocks get, and return it.
+    def fill_blocks(self, request: EnteringRequest) -> None:
+        """Note which adapter fills the request's own blocks. Call it for all of a step before any of them enters.
 
         The block that its hit ends inside is its to fill, too: another adapter's rows cannot stay there.
         """
-        adapter_id = request.adapter_id
-        if request.req_id in self._requests:
-            adapter_id = self._requests.adapters.get(request.req_id, NO_ADAPTER)
+        adapter_id = self._adapter_of(request)
         self._table.set_adapter(request.own_blocks, adapter_id)
         if request.hit % self._table.block_size:
             block = request.hit_slots[-1:] // self._table.block_size
             if self._table.of_other_adapter(block, adapter_id).any():
                 self._table.start_tenancies(block)
                 self._table.set_adapter(block.tolist(), adapter_id)
-        return adapter_id
+
+    def _adapter_of(self, request: EnteringRequest) -> int:
+        if request.req_id in self._requests:
+            return self._requests.adapters.get(request.req_id, NO_ADAPTER)
+        return request.adapter_id
 
     def _expire_rest(self, request: EnteringRequest) -> None:
         """What lies behind the kept prefix in its last block is of the old content, even if the new never comes."""
@@ -175,7 +177,7 @@ class RequestEntrance:
         first_slots = request.hit_slots[:: self._table.block_size]
         blocks = first_slots // self._table.block_size
         withheld = self._table.withheld(blocks, request.hit_digests, self._requests.life(request.req_id))
-        if adapter_id != NO_ADAPTER or self._table.any_adapter:
+        if self._table.any_adapter:
             withheld = withheld | self._table.of_other_adapter(blocks, adapter_id)
         if known:
             since = np.array([known.get(block, -1) for block in blocks.tolist()], np.int64)

@@ -73,6 +73,9 @@ class StepIntake:
         self._table.set_digests(digest.known_blocks, digest.known_digests)
         for req_id, block_id, block_digest in digest.private_blocks:
             self._table.make_private(block_id, block_digest, self._requests.life(req_id))
+        for request in digest.entering:
+            if request.adapter_id != NO_ADAPTER or self._table.any_adapter:
+                self._entrance.fill_blocks(request)
         for error in digest.refused:
             self._refusals.refuse(error)
         for req_id, block_ids in digest.extended:

@@ -232,3 +232,9 @@ class _FaultyCache:
 
     def take_partial_requests(self) -> tuple[PartialRequest, ...]:
         return self._inner.take_partial_requests()
+
+    def bump_weight_version(self) -> object:
+        return self._inner.bump_weight_version()
+
+    def bump_adapter_version(self, adapter_id: int) -> object:
+        return self._inner.bump_adapter_version(adapter_id)

@@ -107,12 +107,24 @@ class EngineLedger:
         for run in step.runs:
             for position, digest in zip(range(run.start, run.stop), self._run_digests(run), strict=True):
                 rows = self._rows_at(run, position)
-                rows.update((key, StoredRow(digest, step.number)) for key in written)
+                adapter_id = run.track.request.adapter_id
+                rows.update((key, StoredRow(digest, step.number, adapter_id=adapter_id)) for key in written)
+                self._block_at(run, position).old_offsets.discard(position % self._block_size)
         for run in step.runs:
             self._dues[step.step_id, run.req_id] = self._owe(step, run, frozenset(written))
             content = self._live_content(run)
             content.drafted = list(range(run.known_stop, run.stop))
             content.block_ids = run.block_ids
+
+    def weights_changed(self, adapter_id: int | None) -> None:
+        """Forget every row of the old weights; who holds which block stays."""
+        for block in self._blocks.values():
+            for offset, rows in block.stored.items():
+                old = [key for key, row in rows.items() if adapter_id in (None, row.adapter_id)]
+                if HIDDEN_KEY in old:
+                    block.old_offsets.add(offset)
+                for key in old:
+                    del rows[key]
 
     # -- what a step owes ---------------------------------------------------------------------------------------------
 
@@ -140,6 +152,9 @@ class EngineLedger:
             facts=self._hit_facts(run, read, step.number),
             absent=absent,
             absent_other_content=sum(HIDDEN_KEY in self._rows_at(run, position) for position in absent),
+            absent_old_weights=sum(
+                position % self._block_size in self._block_at(run, position).old_offsets for position in absent
+            ),
             owed_absent=owed_absent,
         )
         if absent and content.failed_in is None:
@@ -282,8 +297,10 @@ class EngineLedger:
         return [digester[position] for position in range(run.start, run.stop)]
 
     def _rows_at(self, run: ScheduledRun, position: int) -> dict[str, StoredRow]:
-        block = self._block(run.block_ids[position // self._block_size])
-        return block.stored.setdefault(position % self._block_size, {})
+        return self._block_at(run, position).stored.setdefault(position % self._block_size, {})
+
+    def _block_at(self, run: ScheduledRun, position: int) -> LedgerBlock:
+        return self._block(run.block_ids[position // self._block_size])
 
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self._block_size)

@@ -20,6 +20,8 @@ class StoredRow:
     """Of the token prefix it was computed for."""
     step: int
     copied: bool = False
+    adapter_id: int = 0
+    """Of the request that computed it."""
     unsettled: bool = False
     """Whether its request ended, or was replaced, before a run or an event said which of its drafts were accepted: this
     row may be of a rejected one, as far as the cache was told."""
@@ -36,6 +38,8 @@ class LedgerBlock:
     """Keys the tenant before stored, `None` if there was none."""
     private_to: ContentRecord | None = None
     """The content of a replaced request that kept the block in part, while others may find it under an old hash."""
+    old_offsets: set[int] = field(default_factory=set)
+    """Where a hidden row of weights that have changed since would be found."""
     has_digest: bool = False
     """Whether the cache was told the digest of this tenancy."""
     copied_from_private: bool = False
@@ -147,6 +151,8 @@ class StepDue:
     """Positions due from the store with no hidden row of the right content; any: the request can never be served."""
     absent_other_content: int
     """Of those, positions under whose hash a row of other content lies."""
+    absent_old_weights: int
+    """Of those, positions at which a row of weights lies that have changed since."""
     owed_absent: bool
     """A position of an earlier, undelivered step has no row any more: the cache may refuse the request for it."""
 

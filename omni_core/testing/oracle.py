@@ -171,6 +171,7 @@ class StageOracle:
     def _count_failure(self, owed: StepDue) -> None:
         self.counts[RowKind.HASHED_NEVER_COMPUTED] += len(owed.absent)
         self.counts[RowKind.OTHER_CONTENT] += owed.absent_other_content
+        self.counts[RowKind.OLD_WEIGHTS] += owed.absent_old_weights
         if not owed.content.failure_counted:
             owed.content.failure_counted = True
             self.requests_failed += 1

@@ -24,9 +24,14 @@ class ReferenceBlocks:
         self._pool: dict[int, Rows] = {}
         self._digests: dict[int, int] = {}
         self._private_to: dict[int, int] = {}
+        self._adapters: dict[int, int] = {}
+        self._under_way = False
+        self._new_weights: list[int | None] = []
 
     def take_events(self, events: StepEvents) -> None:
         """Apply one step's news: ends, copies, tenancies, digests, and only then what entering requests may read."""
+        self.step_is_over()
+        self._under_way = True
         for event in events.requests:
             if event.kind in _ENDS and event.req_id in self.live:
                 self.end(self.live[event.req_id])
@@ -44,14 +49,47 @@ class ReferenceBlocks:
         for event in events.requests:
             if event.kind is RequestEventKind.EXTENDED:
                 self.live[event.req_id].block_ids.extend(event.block_ids)
+                self._fill(event.block_ids, self.live[event.req_id].adapter_id)
+        for event in entering:
+            own = event.block_ids[event.num_computed_tokens // self.config.block_size :]
+            live = self.live.get(event.req_id)
+            self._fill(own, event.adapter_id if live is None else live.adapter_id)
         for event in entering:
             self.enter(event)
+
+    def step_is_over(self) -> None:
+        """The step under way was saved, or never will be: what became old meanwhile is gone now."""
+        self._under_way = False
+        for adapter_id in self._new_weights:
+            self.forget_old(adapter_id)
+        self._new_weights = []
+
+    def bump_weight_version(self) -> None:
+        """The weights have changed."""
+        self._change(None)
+
+    def bump_adapter_version(self, adapter_id: int) -> None:
+        """An adapter has changed."""
+        self._change(adapter_id)
+
+    def _change(self, adapter_id: int | None) -> None:
+        if self._under_way:
+            self._new_weights.append(adapter_id)
+        else:
+            self.forget_old(adapter_id)
+
+    def forget_old(self, adapter_id: int | None) -> None:
+        """Forget the rows of an adapter's blocks, or all (`None`); who holds which block stays."""
+        for block_id in {slot // self.config.block_size for slot in self._pool}:
+            if adapter_id in (None, self._adapters.get(block_id, 0)):
+                self.forget_rows(block_id, 0)
 
     def begin_tenancy(self, block_ids: Iterable[int]) -> None:
         """Forget the rows of blocks that change hands."""
         for block_id in block_ids:
             self._digests.pop(block_id, None)
             self._private_to.pop(block_id, None)
+            self._adapters.pop(block_id, None)
             self.forget_rows(block_id, 0)
 
     def forget_rows(self, block_id: int, first_offset: int) -> None:
@@ -82,7 +120,8 @@ class ReferenceBlocks:
         life = self._next_life() if old is None else old.life
         if old is not None:
             old.replaced = True
-        self.live[event.req_id] = LiveRequest(event.req_id, life)
+        adapter_id = event.adapter_id if old is None else old.adapter_id
+        self.live[event.req_id] = LiveRequest(event.req_id, life, adapter_id)
         full, kept = divmod(event.num_computed_tokens, self.config.block_size)
         if kept:
             self._private_to[event.block_ids[full]] = life
@@ -91,7 +130,7 @@ class ReferenceBlocks:
         """A request starts, comes back, or begins a new version, with a table of its own."""
         request = self.live.get(event.req_id)
         if request is None:
-            request = self.live[event.req_id] = LiveRequest(event.req_id, self._next_life())
+            request = self.live[event.req_id] = LiveRequest(event.req_id, self._next_life(), event.adapter_id)
         if request.has_drafts:
             request.reject_from(event.num_known_tokens - 1)
             request.has_drafts = False
@@ -108,6 +147,8 @@ class ReferenceBlocks:
             held = self._digests.get(block_id, 0)
             private = self._private_to.get(block_id, request.life) != request.life
             another = wanted != held
+            if self._adapters.get(block_id, 0) != request.adapter_id:
+                withheld.add(index)
             if (another and wanted) or (private and (another or not wanted)):
                 withheld.add(index)
         return withheld
@@ -128,12 +169,18 @@ class ReferenceBlocks:
             if event.block_ids[at : at + 1] == (copy.destination_block_id,):
                 valid = event.num_computed_tokens % self.config.block_size
         self.begin_tenancy([copy.destination_block_id])
+        if copy.source_block_id in self._adapters:
+            self._adapters[copy.destination_block_id] = self._adapters[copy.source_block_id]
         if copy.source_block_id in self._private_to:
             return
         for offset in range(valid):
             source = self._pool.get(copy.source_block_id * self.config.block_size + offset)
             if source is not None:
                 self._pool[copy.destination_block_id * self.config.block_size + offset] = dict(source)
+
+    def _fill(self, block_ids: Iterable[int], adapter_id: int) -> None:
+        """An adapter computes these blocks' rows from now on."""
+        self._adapters.update(dict.fromkeys(block_ids, adapter_id))
 
     def _take_blocks(self, event: RequestEvent, copied_onto: set[int]) -> None:
         """New tenancies outside the hit; what lay behind the hit in its last block is of another content."""

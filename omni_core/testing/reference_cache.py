@@ -72,6 +72,7 @@ class ReferenceCache(ReferenceBlocks):
             drafts = 0 if layout.num_draft_tokens is None else int(layout.num_draft_tokens[index])
             leftovers = self._leftovers(outputs, set(tokens), index)
             shares.append(self._share(self.live[req_id], computed, drafts, leftovers))
+        self.step_is_over()
         self._steps[self._next_step_id] = shares
         self._next_step_id += 1
         return self._next_step_id - 1

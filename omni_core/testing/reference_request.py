@@ -23,6 +23,7 @@ class LiveRequest:
     req_id: str
     life: int
     """The same for every version of one life."""
+    adapter_id: int
     block_ids: list[int] = field(default_factory=list)
     withheld: set[int] = field(default_factory=set)
     """Indices of blocks of its hit that may hold another content than its own."""

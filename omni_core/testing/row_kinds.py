@@ -23,6 +23,8 @@ class RowKind(Enum):
     """Positions of a prefix hit for which no forward ran: reported in `failed`, never served."""
     OTHER_CONTENT = "hashed, other content there"
     """Of those, positions where rows of other content lie: the hash is older, or newer, than the rows."""
+    OLD_WEIGHTS = "hashed, of old weights"
+    """Of those, positions whose rows were computed before the weights, or the adapter, changed."""
     PARTIAL_CHUNK = "partial chunks"
     """Rows of prompts that were computed in several chunks."""
     LATE_MATERIALISE = "late materialise"

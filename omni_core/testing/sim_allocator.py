@@ -169,6 +169,11 @@ class SimBlockAllocator:
             if not index[name]:
                 del index[name]
 
+    def forget_all_hashes(self) -> None:
+        """Let no block be found any more. While no request holds one."""
+        for block_id in range(self.num_blocks):
+            self.forget_hash(block_id)
+
     def free(self, block_ids: Sequence[int]) -> None:
         """Drop one reference to each block of a table, tail first, so that the tail is reused first."""
         reuse_first: list[int] = []

@@ -57,6 +57,10 @@ class StageCache(Protocol):
 
     def take_partial_requests(self) -> tuple[PartialRequest, ...]: ...
 
+    def bump_weight_version(self) -> object: ...
+
+    def bump_adapter_version(self, adapter_id: int) -> object: ...
+
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
@@ -84,6 +88,9 @@ class StepFaults:
     """Requests aborted after the step was scheduled: their blocks are hashed, their rows never computed."""
     lost_forward: LostForward | None = None
     """Given: the forward never runs, so the step is started and never saved; says what becomes of its requests."""
+    new_weights: tuple[int | None, ...] = ()
+    """Adapters that change, or `None` for the weights, once the step is announced: whether its forward ran with the old
+    ones, nobody can tell."""
 
 
 NO_FAULTS = StepFaults()
@@ -138,6 +145,9 @@ class StepObserver(Protocol):
     def step_saved(self, step: SavedStep) -> None:
         """The cache has taken the step's outputs."""
 
+    def weights_changed(self, adapter_id: int | None) -> None:
+        """The weights, or an adapter's, are other ones than those of every forward of a step announced so far."""
+
 
 @dataclass(slots=True)
 class StepCounter:
@@ -190,6 +200,12 @@ class SimEngine:
         """Abort between two steps. `False`: the request is not known (any more)."""
         return self.scheduler.abort(req_id)
 
+    def change_weights(self, adapter_id: int | None) -> None:
+        """The weights (`None`), or those of an adapter, are other ones from the next step on."""
+        self._bump(adapter_id)
+        for observer in self._observers:
+            observer.weights_changed(adapter_id)
+
     def step(
         self, *, emitted: frozenset[str] | None = None, faults: Callable[[SimSchedule], StepFaults] | None = None
     ) -> SavedStep | None:
@@ -211,6 +227,21 @@ class SimEngine:
         self.counter.announced = schedule.number
         for observer in self._observers:
             observer.step_started(schedule)
+        for adapter_id in broken.new_weights:
+            self._bump(adapter_id)
+        saved = self._run(schedule, broken, emitted)
+        for adapter_id in broken.new_weights:
+            for observer in self._observers:
+                observer.weights_changed(adapter_id)
+        return saved
+
+    def _bump(self, adapter_id: int | None) -> None:
+        if adapter_id is None:
+            self.cache.bump_weight_version()
+        else:
+            self.cache.bump_adapter_version(adapter_id)
+
+    def _run(self, schedule: SimSchedule, broken: StepFaults, emitted: frozenset[str] | None) -> SavedStep | None:
         if broken.lost_forward is not None:
             self.scheduler.lose(schedule, broken.lost_forward)
             return None

@@ -129,6 +129,8 @@ def announce(plan: Plan, config: SchedulerConfig) -> tuple[RequestEvent | None, 
             num_scheduled_tokens=run.num_tokens,
             num_known_tokens=known,
             block_digests=digests,
+            # As vLLM tells it: not of a request that it knows.
+            adapter_id=0 if kind is RequestEventKind.RESUMED else live.track.request.adapter_id,
         )
     else:
         first_added = len(live.block_ids) - len(plan.added)

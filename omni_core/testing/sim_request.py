@@ -3,8 +3,14 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+
+def adapter_of(salt: str) -> int:
+    """The adapter that a salt stands for; 0 without one."""
+    return int.from_bytes(hashlib.blake2b(salt.encode(), digest_size=7).digest(), "little") if salt else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +38,8 @@ class SimRequest:
     images: tuple[ImageSpan, ...] = ()
     """In `prompt_token_ids`."""
     salt: str = ""
-    """Conditioning that is part of the request's identity: requests of other salt share no block and no row."""
+    """Conditioning that is part of the request's identity: requests of other salt share no block and no row. The cache
+    takes it for an adapter."""
     later_pieces: tuple[tuple[int, ...], ...] = ()
     """Further tokens of the prompt, which arrive piece by piece, each once all before it is computed."""
 
@@ -51,6 +58,11 @@ class SimRequest:
         for image in self.images:
             if image.length < 1 or image.offset < 0 or image.offset + image.length > len(self.prompt_token_ids):
                 raise ValueError(f"request {self.req_id!r}: {image} lies outside the prompt")
+
+    @property
+    def adapter_id(self) -> int:
+        """The adapter that the salt stands for; 0 without one."""
+        return adapter_of(self.salt)
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -98,6 +98,20 @@ class SimScheduler:
         self._preempt(self._running[req_id], hold)
         return True
 
+    def reset_prefix_cache(self) -> bool:
+        """Preempt what runs and forget every hash, as vLLM does with `reset_running_requests`.
+
+        Returns:
+            `False`, and no hash is forgotten, if requests hold blocks that cannot be taken from them.
+        """
+        if self.config.preemption is Preemption.NEVER and any(live.block_ids for live in self._lives()):
+            return False
+        for live in reversed(tuple(self._running.values())):
+            self._preempt(live, 0)
+        self._free_waiting_blocks()
+        self.allocator.forget_all_hashes()
+        return True
+
     def replace(self, request: SimRequest) -> bool:
         """Give a request that has not ended other content; its computed prefix stays where both agree.
 

@@ -55,6 +55,10 @@ class Likelihoods:
     """A request's prompt arrives in pieces."""
     replaced: float = 0.0
     """Before a step, the content of some request is replaced."""
+    weights_changed: float = 0.0
+    """Before a step, or while it is under way, the weights or an adapter change."""
+    hashes_forgotten: float = 0.0
+    """The engine resets its own prefix cache when weights change, as it should."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +183,8 @@ def _draw_likelihoods(rng: random.Random) -> Likelihoods:
         id_reused=rng.choice((0.0, 0.0, 0.3)),
         in_pieces=rng.choice((0.0, 0.0, 0.3)),
         replaced=rng.choice((0.0, 0.0, 0.15)),
+        weights_changed=rng.choice((0.0, 0.0, 0.05, 0.15)),
+        hashes_forgotten=rng.choice((0.0, 0.7)),
     )
     if rng.random() < 0.25:  # forwards that often never run, and clients that send their requests again
         return replace(likelihoods, abort_before_forward=0.3, forward_lost=0.1, sent_again=0.8)

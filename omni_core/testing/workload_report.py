@@ -31,6 +31,8 @@ class WorkloadReport:
     requests_aborted: int
     requests_replaced: int
     """Times the content of a request was replaced."""
+    weights_changed: int
+    """Times the weights, or an adapter's, changed."""
     rows_rescued: int
     """Rows the cache set aside because a read still wanted them when their slot was overwritten."""
 
@@ -54,6 +56,7 @@ def describe(reports: Iterable[WorkloadReport]) -> str:
         f"{sum(report.requests_failed for report in kept)} refused, "
         f"{sum(report.requests_partial for report in kept)} partial, "
         f"{sum(report.requests_replaced for report in kept)} replaced), "
+        f"{sum(report.weights_changed for report in kept)} changes of weights, "
         f"{sum(report.rows_delivered for report in kept)} rows delivered and judged, "
         f"{sum(report.rows_rescued for report in kept)} rescued"
     ]

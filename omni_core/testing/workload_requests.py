@@ -13,6 +13,9 @@ from omni_core.testing.workload_config import WorkloadConfig
 
 _TEMPLATE = "template"
 
+SALTS = ("voice",)
+"""Besides none."""
+
 
 class RequestSource:
     """Makes up requests from one random source."""
@@ -96,7 +99,7 @@ class RequestSource:
             stop = span.offset + span.length
             prompt = (*prompt[: span.offset], *([9] * span.length), *prompt[stop:])
             images = (span,)
-        salt = rng.choice(("", "", "", "", "voice"))
+        salt = rng.choice(("", "", "", "", *SALTS))
         outputs = rng.randint(1, config.max_output_tokens)
         if not images and length > 1 and rng.random() < config.likelihoods.in_pieces:
             cuts = sorted({0, *(rng.randint(1, length - 1) for _ in range(rng.randint(1, 3))), length})

@@ -11,20 +11,24 @@ from __future__ import annotations
 
 import random
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 from omni_core.runtime import Runtime
 from omni_core.testing.engine_schedule import LostForward, ScheduledRun, SimSchedule
 from omni_core.testing.fake_model import FakeModel
 from omni_core.testing.output_builder import BuiltStep
 from omni_core.testing.sim_engine import NO_FAULTS, SavedStep, StepFaults
-from omni_core.testing.sim_request import SimRequest
+from omni_core.testing.sim_request import SimRequest, adapter_of
 from omni_core.testing.sim_scheduler import SimScheduler
 from omni_core.testing.sim_stage import CacheFactory, CacheWrapper, SchedulerFactory, SimStage
 from omni_core.testing.workload_config import WorkloadConfig
 from omni_core.testing.workload_report import WorkloadReport, describe, total_rows
-from omni_core.testing.workload_requests import RequestSource
+from omni_core.testing.workload_requests import SALTS, RequestSource
 
 __all__ = ["WorkloadConfig", "WorkloadReport", "describe", "run_workload", "total_rows"]
+
+_MOST_RESETS = 4
+"""Of the engine's prefix cache: each makes long prompts begin anew, so many of them would never end."""
 
 
 def run_workload(
@@ -85,6 +89,9 @@ class _Workload:
         self.num_steps = 0
         self._num_aborted = 0
         self._num_replaced = 0
+        self._num_weights_changed = 0
+        self._change_under_way = False
+        self._resets_left = _MOST_RESETS
 
     def run(self) -> WorkloadReport:
         with self._stage as stage:
@@ -94,6 +101,7 @@ class _Workload:
                 self._submit_some()
                 self._replace_some()
                 self._abort_some()
+                self._change_weights()
                 self._consume_due_steps()
                 self._step()
                 if self._rng.random() < self._config.likelihoods.collected:
@@ -112,6 +120,7 @@ class _Workload:
                 requests_partial=oracle.requests_partial,
                 requests_aborted=self._num_aborted,
                 requests_replaced=self._num_replaced,
+                weights_changed=self._num_weights_changed,
                 rows_rescued=stats.rows_rescued if stats else 0,
             )
 
@@ -140,6 +149,25 @@ class _Workload:
         live = self._live_ids()
         if live:
             self._num_replaced += scheduler.replace(self._source.replacement(self._rng.choice(live)))
+
+    def _change_weights(self) -> None:
+        rng, scheduler = self._rng, self._stage.engine.scheduler
+        if not self._config.likelihoods.weights_changed or rng.random() >= self._config.likelihoods.weights_changed:
+            return
+        if rng.random() < 0.3:
+            self._change_under_way = True
+            return
+        forgets = rng.random() < self._config.likelihoods.hashes_forgotten
+        if forgets and self._resets_left and isinstance(scheduler, SimScheduler):
+            self._resets_left -= 1
+            scheduler.reset_prefix_cache()
+        for adapter_id in self._new_weights():
+            self._stage.engine.change_weights(adapter_id)
+
+    def _new_weights(self) -> tuple[int | None, ...]:
+        self._num_weights_changed += 1
+        adapters = tuple(adapter_of(salt) for salt in SALTS)
+        return self._rng.choice(((None,), adapters, (*adapters, None)))
 
     def _abort_some(self) -> None:
         if self._rng.random() >= self._config.likelihoods.abort_between:
@@ -188,6 +216,13 @@ class _Workload:
         self.num_steps += 1
 
     def _faults(self, schedule: SimSchedule) -> StepFaults:
+        broken = self._breaks(schedule)
+        if self._change_under_way:
+            self._change_under_way = False
+            return replace(broken, new_weights=self._new_weights())
+        return broken
+
+    def _breaks(self, schedule: SimSchedule) -> StepFaults:
         rng, likelihoods = self._rng, self._config.likelihoods
         if not schedule.runs:
             return NO_FAULTS

@@ -261,7 +261,56 @@ class ReportsDeliveredRows(ReferenceCache):
         return (*super().take_partial_requests(), PartialRequest("r0", ((0, 1),)))
 
 
+class ServesOldWeights(ReferenceCache):
+    """Rows stay readable although the weights changed."""
+
+    def forget_old(self, adapter_id):
+        return None
+
+
+class ForgetsOldRowsOfSomeBlocks(ReferenceCache):
+    """New weights miss every third block."""
+
+    def forget_rows(self, block_id, first_offset):
+        if self.forgetting_old and block_id % 3 == 0:
+            return
+        super().forget_rows(block_id, first_offset)
+
+    forgetting_old = False
+
+    def forget_old(self, adapter_id):
+        self.forgetting_old = True
+        super().forget_old(adapter_id)
+        self.forgetting_old = False
+
+
+class TakesEveryAdapterForOne(ReferenceCache):
+    """A new version of an adapter makes all rows absent."""
+
+    def forget_old(self, adapter_id):
+        super().forget_old(None)
+
+
+class IgnoresNewAdapters(ReferenceCache):
+    """A new version of an adapter changes nothing."""
+
+    def bump_adapter_version(self, adapter_id):
+        return None
+
+
+class ForgetsTooEarly(ReferenceCache):
+    """New weights take rows from a step that is under way."""
+
+    def bump_weight_version(self):
+        self.forget_old(None)
+
+
 WRONG_CACHES = [
+    ServesOldWeights,
+    ForgetsOldRowsOfSomeBlocks,
+    TakesEveryAdapterForOne,
+    IgnoresNewAdapters,
+    ForgetsTooEarly,
     StaleRows,
     LiveBuffers,
     LostWrites,
@@ -324,7 +373,9 @@ def lively(seed):
         num_prefixes=2,
         max_prompt_tokens=24,
         max_output_tokens=12,
-        likelihoods=Likelihoods(id_reused=0.4, in_pieces=0.2, replaced=0.2, abort_before_forward=0.1),
+        likelihoods=Likelihoods(
+            id_reused=0.4, in_pieces=0.2, replaced=0.2, abort_before_forward=0.1, weights_changed=0.15
+        ),
     )
 
 
