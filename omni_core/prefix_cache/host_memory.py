@@ -100,6 +100,26 @@ def check_host_memory(sizes: StageSizes, host: HostMemory) -> HostPlan:
     return fit.plan
 
 
+def check_deferred_memory(sizes: StageSizes, host: HostMemory) -> None:
+    """Refuse deferred keys whose buffers cannot be had beside what the cache has allocated already. At start.
+
+    Raises:
+        HostMemoryError: names sizes, limit and settings; nothing was allocated.
+    """
+    plan = sizes.plan()
+    further_bytes = plan.cache.bounce_bytes + (plan.cache.deferred_ring_bytes if plan.device_is_host else 0)
+    if host.limit is not None and plan.start_on_host_bytes > host.limit.nbytes:
+        problem = start_problem(plan, HostMemory(host.limit, None))
+    elif host.available is not None and further_bytes > host.available.nbytes:
+        problem = f"{host.available.nbytes} are free now ({host.available.source})"
+    else:
+        return
+    raise HostMemoryError(
+        f"deferred keys {', '.join(sorted(sizes.deferred_keys))} need {further_bytes} bytes more: {problem}; lower "
+        f"device_staging_bytes={sizes.config.device_staging_bytes}, or declare the keys as token_keys"
+    )
+
+
 def _allows(limit: HostLimit) -> str:
     return f"{limit.source} allows {limit.nbytes}"
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import atexit
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -35,7 +35,7 @@ from omni_core.prefix_cache.errors import (
 from omni_core.prefix_cache.event_digest import digest_events
 from omni_core.prefix_cache.events import StepEvents, StepLayout
 from omni_core.prefix_cache.host_limit import host_memory
-from omni_core.prefix_cache.host_memory import check_host_memory
+from omni_core.prefix_cache.host_memory import check_deferred_memory, check_host_memory
 from omni_core.prefix_cache.outputs import PartialRequest, StageCacheOutputs
 from omni_core.prefix_cache.planner import ReadPlanner
 from omni_core.prefix_cache.policy import ModelCachePolicy
@@ -101,7 +101,8 @@ class OmniPrefixCacheManager:
             MemoryError: staging was refused by the device.
         """
         known_rows = {key: spec.row_bytes for key, spec in config.key_rows.items()}
-        check_host_memory(StageSizes(config, known_rows, device_is_host=device.type == "cpu"), host_memory())
+        self._sizes = StageSizes(config, known_rows, device_is_host=device.type == "cpu")
+        check_host_memory(self._sizes, host_memory())
         self.config = config
         self._backend = backend
         self._layout_source = layout_source
@@ -157,7 +158,7 @@ class OmniPrefixCacheManager:
         Raises:
             StepOrderError: a step has already started.
             CacheClosedError: the cache is closed.
-            HostMemoryError: memory for the pre-touch is not there; nothing was changed.
+            HostMemoryError: memory for deferred rows or the pre-touch is not there; nothing was changed.
             MemoryError: the device or the host refused; nothing was changed.
         """
         with self._state.lock:
@@ -165,6 +166,10 @@ class OmniPrefixCacheManager:
                 raise StepOrderError("register_policy was called after the first step; register it at load")
             if self._state.closing:
                 raise CacheClosedError("register_policy: the cache is closed")
+        if policy.deferred_keys:
+            keeps_hidden = policy.needs_full_hidden_states
+            sizes = replace(self._sizes, deferred_keys=policy.deferred_keys, keeps_hidden=keeps_hidden)
+            check_deferred_memory(sizes, host_memory())
         prepared = self._controller.pretouch(policy, on_pretouch) if self.config.pretouch else {}
         memory = self._controller.allocate_deferred(policy)
         with self._state.lock:

@@ -51,7 +51,7 @@ class CacheStats:
     recycled_bytes: int
     """Released output buffers kept for reuse."""
     memory: CacheMemory
-    """What is allocated or reserved, by what it is for: the figures of `omni-core plan`, counted from the live cache."""
+    """What is allocated or reserved, by what it is for: the figures of `omni-core plan`, of the live cache."""
     weight_version: int
     """How often `bump_weight_version` was called."""
     adapter_versions: Mapping[int, int]

@@ -11,7 +11,7 @@ from omni_core.prefix_cache.block_pool import RowSpec
 from omni_core.prefix_cache.config import HIDDEN_KEY, PrefixCacheConfig
 from omni_core.prefix_cache.errors import HostMemoryError
 from omni_core.prefix_cache.host_limit import HostLimit, HostMemory
-from omni_core.prefix_cache.host_memory import check_host_memory, judge_fit
+from omni_core.prefix_cache.host_memory import check_deferred_memory, check_host_memory, judge_fit
 from omni_core.prefix_cache.sizing import StageSizes, plan_cache
 
 GIB = 1 << 30
@@ -140,6 +140,22 @@ def test_further_keys_that_are_known_are_part_of_the_check():
     fit = judge_fit(known, host(20 * GIB))
     assert not fit.fits
     assert fit.plan.most_bytes > 20_000 * 16 * (65_536 + 2 * 4096)
+
+
+def test_buffers_of_deferred_keys_are_checked_beside_what_is_there_already():
+    deferred = replace(sizes(device_staging_bytes=GIB, extra_step_bytes=GIB), deferred_keys=("mel",))
+    bounce_bytes = deferred.plan().cache.bounce_bytes
+    assert bounce_bytes > GIB
+    check_deferred_memory(deferred, host(16 * GIB, available_bytes=bounce_bytes))
+    with pytest.raises(
+        HostMemoryError, match=rf"mel need {bounce_bytes} bytes more: .* free now.*device_staging_bytes="
+    ):
+        check_deferred_memory(deferred, host(16 * GIB, available_bytes=bounce_bytes - 1))
+    with pytest.raises(HostMemoryError, match="but the machine's memory allows 4294967296"):
+        check_deferred_memory(deferred, host(4 * GIB))
+    on_cpu = replace(deferred, device_is_host=True)
+    with pytest.raises(HostMemoryError, match=f"need {bounce_bytes + GIB} bytes more"):
+        check_deferred_memory(on_cpu, host(64 * GIB, available_bytes=bounce_bytes + GIB - 1))
 
 
 def test_nothing_is_checked_where_nothing_is_known():
