@@ -226,8 +226,12 @@ class DeviceBackend(ABC):
             The clone: contiguous, of the tensor's shape and dtype.
         """
         clone = carver.take(tensor.shape, tensor.dtype)
-        clone.copy_(tensor, non_blocking=True)
+        self.refresh_snapshot(clone, tensor)
         return clone
+
+    def refresh_snapshot(self, clone: torch.Tensor, tensor: torch.Tensor) -> None:
+        """Put `tensor` into a clone that `snapshot` made of one of the same shape and dtype. As `snapshot` otherwise."""
+        clone.copy_(tensor, non_blocking=True)
 
     @abstractmethod
     def copy_to_host(self, destination: torch.Tensor, source: torch.Tensor, stream: Stream) -> Event:

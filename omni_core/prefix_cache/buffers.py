@@ -23,11 +23,12 @@ _MAX_WASTE_FACTOR = 2
 class HostBuffer:
     """Pageable host bytes, viewed as typed rows."""
 
-    __slots__ = ("_bytes",)
+    __slots__ = ("_bytes", "_kept_view")
 
     def __init__(self, nbytes: int) -> None:
         with torch.inference_mode(False):  # an inference tensor could not be written by our other threads
             self._bytes = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        self._kept_view = self._bytes
 
     @property
     def nbytes(self) -> int:
@@ -37,6 +38,12 @@ class HostBuffer:
     def view(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """The first bytes as a contiguous tensor of `shape` and `dtype`."""
         return self._bytes[: math.prod(shape) * dtype.itemsize].view(dtype).view(tuple(shape))
+
+    def kept_view(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """As `view`, but the tensor itself is used again when the buffer is: never to be handed to a consumer."""
+        if self._kept_view.shape != shape or self._kept_view.dtype != dtype:
+            self._kept_view = self.view(shape, dtype)
+        return self._kept_view
 
 
 class HostBufferPool:

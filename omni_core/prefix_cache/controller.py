@@ -28,7 +28,7 @@ from omni_core.prefix_cache.slot_table import SlotTable
 from omni_core.prefix_cache.staging import StagingBufferPool, StagingSlot
 from omni_core.prefix_cache.state import CacheState
 from omni_core.prefix_cache.step_inputs import StepInputs
-from omni_core.prefix_cache.step_record import DeferredPlace, StepRecord, deferrable, record_step
+from omni_core.prefix_cache.step_record import DeferredPlace, StepRecord, deferrable, record_known_step, record_step
 from omni_core.runtime import Runtime
 
 logger = logging.getLogger(__name__)
@@ -156,6 +156,9 @@ class OmniPrefixCacheController:
 
     def record(self, inputs: StepInputs, slot: StagingSlot) -> StepRecord:
         """Clone a step's tensors and start their copy to host. Engine thread, no lock held; never blocks."""
+        places = inputs.form.places.get(slot.index)
+        if places is not None and not inputs.form.requires_grad:
+            return record_known_step(inputs, places, self._backend, self._copy_stream)
         place = None if self._memory is None else self._charge(self._memory, inputs)
         try:
             # Engines save under inference mode, whose tensors our threads may not write; or with gradients on.

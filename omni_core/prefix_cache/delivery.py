@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,13 +14,12 @@ import torch
 from omni_core.prefix_cache.block_pool import RowSpec
 from omni_core.prefix_cache.buffers import HostBuffer, HostBufferPool
 from omni_core.prefix_cache.outputs import RequestRows, TokenRange
+from omni_core.prefix_cache.plain_rows import NOTHING, PlainRows
 from omni_core.prefix_cache.reads import ReadSpan, StepRead, ranges_of
 from omni_core.prefix_cache.slot_table import ABSENT
 from omni_core.prefix_cache.step_inputs import LeftoverShare
 from omni_core.prefix_cache.step_record import StepRecord
 from omni_core.prefix_cache.task import StagedRows
-
-_NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 class BatchRun(NamedTuple):
@@ -53,7 +51,7 @@ class BatchRun(NamedTuple):
 class Joined:
     """What `join_step` made: the rows, and the buffers under them."""
 
-    served: dict[str, RequestRows]
+    served: Mapping[str, RequestRows]
     buffers: list[HostBuffer]
     rows_computed: int = 0
     """Token positions among `served` whose rows the step computed."""
@@ -86,10 +84,10 @@ def join_step(
         served = {}
         for run in runs:
             read = reads.get(run.req_id)
-            shares = leftovers.get(run.req_id, _NOTHING)
+            shares = leftovers.get(run.req_id, NOTHING)
             if read is None:
                 ranges = ((run.position, run.position + run.last - run.first),) if run.last > run.first else ()
-                served[run.req_id] = RequestRows(run.req_id, ranges, next(rows), _NOTHING, _NOTHING, shares)
+                served[run.req_id] = RequestRows(run.req_id, ranges, next(rows), NOTHING, NOTHING, shares)
             else:
                 served[run.req_id] = joiner.joined(run, read, shares)
     except BaseException:
@@ -99,6 +97,27 @@ def join_step(
     computed_with_hits = sum(run.last - run.first for run in runs if run.req_id in reads) if reads else 0
     computed = sum(run.last - run.first for run in runs)
     return Joined(served, leased, computed, delivered_with_hits - computed_with_hits)
+
+
+def copy_step(
+    record: StepRecord,
+    req_ids: tuple[str, ...],
+    starts: npt.NDArray[np.int64],
+    positions: npt.NDArray[np.int64],
+    buffers: HostBufferPool,
+) -> Joined:
+    """`join_step` for a step that delivers every row it computed, and nothing else: one copy per key."""
+    leased: list[HostBuffer] = []
+    columns = {}
+    try:
+        for staged in record.rows:
+            buffer = buffers.lease(staged.rows.shape, staged.rows.dtype)
+            leased.append(buffer)
+            columns[staged.key] = buffer.kept_view(staged.rows.shape, staged.rows.dtype).copy_(staged.rows)
+    except BaseException:
+        buffers.give_back(leased)
+        raise
+    return Joined(PlainRows(req_ids, starts, positions, columns), leased, len(positions))
 
 
 class _Joiner:

@@ -20,7 +20,7 @@ from omni_core.prefix_cache.block_pool import RowSpec
 from omni_core.prefix_cache.buffers import HostBuffer
 from omni_core.prefix_cache.config import PrefixCacheConfig
 from omni_core.prefix_cache.controller import OmniPrefixCacheController
-from omni_core.prefix_cache.delivery import Joined, join_step
+from omni_core.prefix_cache.delivery import Joined, copy_step, join_step
 from omni_core.prefix_cache.errors import (
     CacheClosedError,
     CacheFailedError,
@@ -36,6 +36,7 @@ from omni_core.prefix_cache.event_digest import digest_events
 from omni_core.prefix_cache.events import StepEvents, StepLayout
 from omni_core.prefix_cache.host_limit import host_memory
 from omni_core.prefix_cache.host_memory import check_deferred_memory, check_host_memory
+from omni_core.prefix_cache.layout_check import LayoutChecker
 from omni_core.prefix_cache.outputs import PartialRequest, StageCacheOutputs
 from omni_core.prefix_cache.planner import ReadPlanner
 from omni_core.prefix_cache.policy import ModelCachePolicy
@@ -50,7 +51,7 @@ from omni_core.prefix_cache.staging import StagingSlot
 from omni_core.prefix_cache.state import CacheState
 from omni_core.prefix_cache.stats import CacheStats, ResetReport, VersionReport
 from omni_core.prefix_cache.step_context import OpenSteps, StepContext, StepEnd
-from omni_core.prefix_cache.step_inputs import OutputClassifier, StepInputs, check_layout
+from omni_core.prefix_cache.step_inputs import OutputClassifier, StepInputs
 from omni_core.prefix_cache.step_intake import StepIntake
 from omni_core.prefix_cache.step_record import StepRecord, check_devices, step_nbytes
 from omni_core.prefix_cache.weight_versions import WeightVersions
@@ -139,6 +140,7 @@ class OmniPrefixCacheManager:
             config.delivery,
         )
         self._policy = ModelCachePolicy()
+        self._layouts = LayoutChecker(config)
         self._classifier = OutputClassifier(config, self._policy)
         self._closed = False
         # A daemon thread inside torch when the interpreter ends aborts the process (faults.md, row 105).
@@ -242,18 +244,19 @@ class OmniPrefixCacheManager:
             CacheFailedError, CacheClosedError: see `CacheState.problem`.
         """
         layout = self._layout_source()
-        check_layout(layout, self.config, num_tokens_unpadded)
+        all_stored = self._layouts.check(layout, num_tokens_unpadded)
         inputs = self._classifier.understand(
             hidden, mm_outputs, num_tokens_unpadded, num_tokens_padded, len(layout.req_ids)
         )
-        check_devices(inputs, self._backend)
-        self._check_size(inputs, num_tokens_unpadded)
+        if not inputs.is_known:
+            check_devices(inputs, self._backend)
+            self._check_size(inputs, num_tokens_unpadded)
         slot, epoch = self._claim_staging()
         record: StepRecord | None = None
         step_id = 0
         unused: list[HostBuffer] = []
         try:
-            new_keys = self._reserve_keys(inputs)
+            new_keys = {} if inputs.is_known else self._reserve_keys(inputs)
             record = self._controller.record(inputs, slot)
             self._runtime.checkpoint("save_outputs.recorded")
         finally:
@@ -270,6 +273,7 @@ class OmniPrefixCacheManager:
                         layout,
                         record,
                         slot,
+                        all_stored=all_stored,
                         hidden_needed=self._policy.needs_full_hidden_states,
                         carry_owed=carry_owed,
                     )
@@ -326,7 +330,8 @@ class OmniPrefixCacheManager:
                     if read.pending_batches or read.error is not None:
                         failed.update(self._read_failures(context, read))
             if problem is None:
-                joined = self._join(context, [req_id for req_id in asked if req_id not in failed])
+                served = tuple(req_id for req_id in asked if req_id not in failed) if failed else asked
+                joined = self._join(context, served)
                 unacknowledged = self._settlement.hand_over(context, joined)
         finally:
             if context is not None:
@@ -335,7 +340,7 @@ class OmniPrefixCacheManager:
             raise problem
         buffers = joined.buffers + kept
         give_back = self._controller.buffers.give_back
-        shown = {req_id: failed[req_id] for req_id in asked if req_id in failed}
+        shown = {req_id: failed[req_id] for req_id in asked if req_id in failed} if failed else {}
         if unacknowledged is None:
             return StageCacheOutputs(step_id, joined.served, shown, lambda: give_back(buffers))
         give_up = unacknowledged.give_up
@@ -583,7 +588,8 @@ class OmniPrefixCacheManager:
             if self._state.usable and not self._intake.step_under_way:
                 raise StepOrderError("save_outputs was called without new_step_starts; announce each step once, first")
             epoch = self._state.epoch
-            self._state.wait(lambda: staging.has_free, self.config.staging_claim_timeout_s)
+            if not staging.has_free:
+                self._state.wait(lambda: staging.has_free, self.config.staging_claim_timeout_s)
             problem = self._state.problem("save_outputs")
             if problem is None and self._state.epoch != epoch:
                 problem = StepOrderError("save_outputs: the cache was reset meanwhile; announce the step again")
@@ -613,9 +619,9 @@ class OmniPrefixCacheManager:
     def _reserve_keys(self, inputs: StepInputs) -> dict[str, _ReservedKey]:
         """Room for keys that the step brings for the first time; nothing knows of it until the step is saved."""
         reserved = {}
-        for value in inputs.token_values:
+        for value, tensor in inputs.token_values():
             if value.stored and value.key not in self._controller.pool:
-                spec = RowSpec(tuple(value.rows.shape[1:]), value.rows.dtype)
+                spec = RowSpec(tuple(tensor.shape[1:]), tensor.dtype)
                 rows = self._controller.pool.reserve(value.key, spec)
                 reserved[value.key] = _ReservedKey(spec, rows, self._table.new_key_tables())
         return reserved
@@ -674,9 +680,12 @@ class OmniPrefixCacheManager:
             if req_id not in context.failed
         }
 
-    def _join(self, context: StepContext, req_ids: list[str]) -> Joined:
+    def _join(self, context: StepContext, req_ids: tuple[str, ...]) -> Joined:
         self._runtime.checkpoint("materialize.join")
-        runs = context.runs(tuple(req_ids))
+        if context.delivers_all_it_computed(req_ids):
+            with torch.inference_mode(False):
+                return copy_step(context.record, req_ids, context.starts, context.positions, self._controller.buffers)
+        runs = context.runs(req_ids)
         reads = context.reads_of(req_ids)
         with torch.inference_mode(False):
             return join_step(context.record, runs, reads, self._controller.pool.specs, self._controller.buffers)

@@ -11,6 +11,8 @@ UNKNOWN = -1
 _EXPECTS_NOTHING = -1
 _INITIAL_ROWS = 64
 
+_NO_ROWS: npt.NDArray[np.int64] = np.zeros(0, np.int64)
+
 Rows = npt.NDArray[np.int64]
 Column = npt.NDArray[np.int64]
 
@@ -110,10 +112,10 @@ class ProgressTable:
         self._columns[:4, row] = (hit, promised, hit, written_upto)
         self._num_recomputing += int(promised > hit)
 
-    def rewritten(self, rows: Rows, starts: Column, positions: Column) -> npt.NDArray[np.bool_] | None:
+    def rewritten(self, rows: Rows, firsts: Column, starts: Column, positions: Column) -> npt.NDArray[np.bool_] | None:
         """`(num_tokens,)`: rows of a batch whose slots may hold rows of other content; `None`: none of any."""
         written = self._written[rows]
-        if not (written > positions[starts[:-1]]).any():
+        if not np.count_nonzero(written > firsts):
             return None
         again: npt.NDArray[np.bool_] = positions < np.repeat(written, np.diff(starts))
         return again
@@ -130,7 +132,10 @@ class ProgressTable:
         A run that starts where drafts were rejected continues; the rows promised beyond its start never existed.
         """
         wrong: npt.NDArray[np.bool_] = self._computed[rows] != firsts
-        if wrong.any():
+        num_wrong = np.count_nonzero(wrong)
+        if not num_wrong and not self._num_failed:
+            return _NO_ROWS
+        if num_wrong:
             (suspects,) = wrong.nonzero()
             rejected = self._take_back_drafts(rows[suspects], firsts[suspects])
             wrong[suspects[rejected]] = False

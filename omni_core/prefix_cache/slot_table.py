@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -210,7 +210,7 @@ class SlotTable:
         self.last_write_id = self.last_id
         return self.last_id
 
-    def claim(self, keys: tuple[str, ...], slots: Slots, write_id: int) -> None:
+    def claim(self, keys: Iterable[str], slots: Slots, write_id: int) -> None:
         """Write `write_id` will put rows of `keys` at `slots`; other keys' rows there stay as they are."""
         for key in keys:
             self._latest[key][slots] = write_id

@@ -89,6 +89,16 @@ class StepContext:
         wanted = set(req_ids)
         return [BatchRun._make(run) for run in every if run[1] in wanted]
 
+    def delivers_all_it_computed(self, req_ids: tuple[str, ...]) -> bool:
+        """Whether each row the step computed is delivered, to these requests, and nothing beside them."""
+        return (
+            req_ids == self.req_ids
+            and not self.reads
+            and not self.record.leftovers
+            and self.promised_before is None
+            and self.num_draft_tokens is None
+        )
+
     def _trim(
         self, firsts: npt.NDArray[np.int64], lasts: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
@@ -148,6 +158,8 @@ class StepContext:
         Raises:
             RequestNotInStepError: names the request and those the step has.
         """
+        if req_ids == self.req_ids:
+            return
         known = set(self.req_ids)
         for req_id in req_ids:
             if req_id not in known:

@@ -4,25 +4,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from omni_core.prefix_cache.block_pool import RowSpec
 from omni_core.prefix_cache.config import HIDDEN_KEY, PrefixCacheConfig
-from omni_core.prefix_cache.errors import (
-    BlockSizeMismatchError,
-    KeyShapeChangedError,
-    LayoutMismatchError,
-    SlotOutOfRangeError,
-)
-from omni_core.prefix_cache.events import StepLayout
+from omni_core.prefix_cache.errors import KeyShapeChangedError, LayoutMismatchError
 from omni_core.prefix_cache.policy import ModelCachePolicy
+from omni_core.prefix_cache.step_form import KnownForms, StepForm, TokenSpec, form_key
 from omni_core.prefix_cache.task import WriteSchedule
 
 logger = logging.getLogger(__name__)
@@ -51,17 +45,6 @@ class LeftoverShare(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class TokenValue:
-    """An output with one row per token: `rows` is `(num_tokens, *trailing)`, padding rows cut off."""
-
-    key: str
-    rows: torch.Tensor
-    stored: bool
-    schedule: WriteSchedule = WriteSchedule.JOIN_NEXT_STEP
-    """When stored rows must have left the device."""
-
-
-@dataclass(frozen=True, slots=True)
 class LeftoverValue:
     """An output that is passed on."""
 
@@ -70,73 +53,25 @@ class LeftoverValue:
     share: LeftoverShare
 
 
-@dataclass(frozen=True, slots=True)
-class StepInputs:
+class StepInputs(NamedTuple):
     """One step's outputs, understood."""
 
-    token_values: tuple[TokenValue, ...]
+    form: StepForm
+    rows: tuple[torch.Tensor, ...]
+    """For each of the form's values `(num_tokens, *trailing)`, padding rows cut off."""
     leftovers: tuple[LeftoverValue, ...]
     decided: Mapping[str, KeyKind]
     """Keys this step decides; they count once the step is saved."""
+    form_key: tuple[Any, ...] | None
+    is_known: bool
+    """A step of this form was saved before: its keys are stored and its devices were checked."""
+
+    def token_values(self) -> Iterator[tuple[TokenSpec, torch.Tensor]]:
+        """Each value with its rows."""
+        return zip(self.form.values, self.rows, strict=True)
 
 
-def check_layout(layout: StepLayout, config: PrefixCacheConfig, num_tokens: int) -> None:
-    """Refuse a layout that disagrees with itself, with the step, or with the mirrored KV cache. Changes nothing.
-
-    Raises:
-        LayoutMismatchError: counts, bounds or positions do not fit together.
-        SlotOutOfRangeError: a slot lies outside the pool.
-        BlockSizeMismatchError: a slot's offset in its block is not its position's.
-    """
-    req_ids, starts, positions, slots = layout.req_ids, layout.starts, layout.positions, layout.slots
-    if len(starts) != len(req_ids) + 1:
-        raise LayoutMismatchError(
-            f"layout has {len(req_ids)} requests and {len(starts)} starts; starts must hold one more than requests"
-        )
-    if len(set(req_ids)) != len(req_ids):
-        twice = next(req_id for index, req_id in enumerate(req_ids) if req_id in req_ids[:index])
-        raise LayoutMismatchError(f"request {twice!r} occurs twice in the layout's req_ids")
-    if len(positions) != num_tokens or len(slots) != num_tokens:
-        raise LayoutMismatchError(
-            f"num_tokens_unpadded={num_tokens}, but the layout has {len(positions)} positions and {len(slots)} slots; "
-            "leave padding rows out of the layout"
-        )
-    if starts[0] != 0 or starts[-1] != num_tokens or not (starts[1:] > starts[:-1]).all():
-        raise LayoutMismatchError(
-            f"starts run from {starts[0]} to {starts[-1]} for {num_tokens} rows; they must rise from 0 to the row count"
-        )
-    if num_tokens == 0:
-        raise LayoutMismatchError("a step without rows is not saved; call new_step_starts alone")
-    if positions.min() < 0 or (num_tokens > len(req_ids) and not _are_consecutive(positions, starts)):
-        raise LayoutMismatchError("positions of a request must be consecutive and not negative")
-    if slots.max() >= config.num_slots or slots.min() < -1:
-        bad = slots[(slots >= config.num_slots) | (slots < -1)][0]
-        raise SlotOutOfRangeError(
-            f"slot {bad} lies outside the pool of num_blocks={config.num_blocks} x block_size={config.block_size} = "
-            f"{config.num_slots} slots; build the cache with the engine's geometry"
-        )
-    drafts = layout.num_draft_tokens
-    if drafts is not None:
-        lengths = starts[1:] - starts[:-1]
-        if len(drafts) != len(req_ids) or (drafts < 0).any() or (drafts >= lengths).any():
-            raise LayoutMismatchError(
-                f"num_draft_tokens={drafts.tolist()} for runs of {lengths.tolist()} rows: give one count per request, "
-                "smaller than its run, because the first row of a run is never a draft's"
-            )
-    off = (slots - positions) % config.block_size != 0
-    if off.any() and (off & (slots >= 0)).any():
-        at = int(np.argmax(off & (slots >= 0)))
-        raise BlockSizeMismatchError(
-            f"slot {slots[at]} for position {positions[at]} cannot be right with block_size={config.block_size}: "
-            f"offsets {slots[at] % config.block_size} and {positions[at] % config.block_size} differ; "
-            "build the cache with the block size of the runner's block table"
-        )
-
-
-def _are_consecutive(positions: npt.NDArray[np.int64], starts: npt.NDArray[np.int64]) -> bool:
-    steps = positions[1:] - positions[:-1]
-    steps[starts[1:-1] - 1] = 1
-    return bool((steps == 1).all())
+_NONE_DECIDED: Mapping[str, KeyKind] = {}
 
 
 class OutputClassifier:
@@ -150,6 +85,7 @@ class OutputClassifier:
             HIDDEN_KEY: RowSpec((config.hidden_size,), config.hidden_dtype),
         }
         self._contradicted: set[str] = set()
+        self._forms = KnownForms()
 
     def understand(
         self,
@@ -170,12 +106,31 @@ class OutputClassifier:
                 f"num_tokens_padded={num_tokens_padded} is smaller than num_tokens_unpadded={num_tokens}; padding rows "
                 "come after the real ones"
             )
-        token_values: list[TokenValue] = []
+        key = form_key(hidden, outputs, (num_tokens, num_tokens_padded, num_reqs))
+        form = self._forms.find(key)
+        if form is not None:
+            given = outputs.values() if hidden is None else (hidden, *outputs.values())
+            rows = tuple([_real_rows(value, num_tokens) for value in given])
+            return StepInputs(form, rows, (), _NONE_DECIDED, key, is_known=True)
+        return self._understand_anew(hidden, outputs, num_tokens, num_tokens_padded, num_reqs, key)
+
+    def _understand_anew(
+        self,
+        hidden: torch.Tensor | None,
+        outputs: Mapping[str, Any],
+        num_tokens: int,
+        num_tokens_padded: int,
+        num_reqs: int,
+        key_of_form: tuple[Any, ...] | None,
+    ) -> StepInputs:
+        specs: list[TokenSpec] = []
+        rows_of: list[torch.Tensor] = []
         leftovers: list[LeftoverValue] = []
         decided: dict[str, KeyKind] = {}
         stores_hidden = self._policy.needs_full_hidden_states
         if hidden is not None:
-            token_values.append(self._hidden(hidden, num_tokens, num_tokens_padded, stores_hidden))
+            rows_of.append(self._hidden(hidden, num_tokens, num_tokens_padded))
+            specs.append(TokenSpec(HIDDEN_KEY, stores_hidden, WriteSchedule.JOIN_NEXT_STEP))
         elif stores_hidden:
             raise LayoutMismatchError(
                 "hidden states are missing; pass them, or register a policy with needs_full_hidden_states=False"
@@ -191,19 +146,25 @@ class OutputClassifier:
                 self._check_spec(key, rows)
                 deferred = key in self._policy.deferred_keys
                 schedule = WriteSchedule.JOIN_ON_FINISH if deferred else WriteSchedule.JOIN_NEXT_STEP
-                token_values.append(TokenValue(key, rows, True, schedule))
+                rows_of.append(rows)
+                specs.append(TokenSpec(key, True, schedule))
             else:
                 leftovers.append(self._leftover(key, value, kind, per_token, num_tokens, num_reqs))
-        return StepInputs(tuple(token_values), tuple(leftovers), decided)
+        form = StepForm(tuple(specs), tuple(rows_of))
+        return StepInputs(form, tuple(rows_of), tuple(leftovers), decided, key_of_form, is_known=False)
 
     def confirm(self, inputs: StepInputs) -> None:
         """The step was saved: what it decided holds from now on."""
+        if inputs.is_known:
+            return
         self._kinds.update(inputs.decided)
-        for value in inputs.token_values:
+        for value, rows in inputs.token_values():
             if value.stored and value.key not in self._specs:
-                self._specs[value.key] = RowSpec(tuple(value.rows.shape[1:]), value.rows.dtype)
+                self._specs[value.key] = RowSpec(tuple(rows.shape[1:]), rows.dtype)
+        if inputs.form_key is not None and not inputs.leftovers:  # of what is passed on, the values matter too
+            self._forms.remember(inputs.form_key, inputs.form)
 
-    def _hidden(self, hidden: torch.Tensor, num_tokens: int, num_tokens_padded: int, stored: bool) -> TokenValue:
+    def _hidden(self, hidden: torch.Tensor, num_tokens: int, num_tokens_padded: int) -> torch.Tensor:
         if hidden.dim() != 2 or hidden.shape[0] not in (num_tokens, num_tokens_padded):
             raise LayoutMismatchError(
                 f"hidden states have shape {tuple(hidden.shape)}; expected ({num_tokens} or {num_tokens_padded}, "
@@ -211,7 +172,7 @@ class OutputClassifier:
             )
         rows = _real_rows(hidden, num_tokens)
         self._check_spec(HIDDEN_KEY, rows)
-        return TokenValue(HIDDEN_KEY, rows, stored)
+        return rows
 
     def _kind(
         self,

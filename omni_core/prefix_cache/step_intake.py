@@ -148,9 +148,16 @@ class StepIntake:
         return unused
 
     def save_step(
-        self, layout: StepLayout, record: StepRecord, slot: StagingSlot, *, hidden_needed: bool, carry_owed: bool
+        self,
+        layout: StepLayout,
+        record: StepRecord,
+        slot: StagingSlot,
+        *,
+        all_stored: bool,
+        hidden_needed: bool,
+        carry_owed: bool,
     ) -> int:
-        """Claim the step's writes, plan again what they touch, promise its rows."""
+        """Claim the step's writes, plan again what they touch, promise its rows. `all_stored`: no slot is -1."""
         reads = self._started_reads or []
         self._started_reads = None
         starts, positions = layout.starts.astype(np.int64), layout.positions.astype(np.int64)
@@ -158,9 +165,12 @@ class StepIntake:
         rows = self._requests.rows(layout.req_ids)
         progress = self._requests.progress
         serials = progress.serials(rows)
-        firsts, ends = positions[starts[:-1]], positions[starts[1:] - 1] + 1
+        if len(positions) == len(layout.req_ids):  # a decode step: one row each
+            firsts, ends = positions, positions + 1
+        else:
+            firsts, ends = positions[starts[:-1]], positions[starts[1:] - 1] + 1
         # Rows of rejected drafts, and of replaced content, may lie there under keys this step does not bring.
-        rewritten = progress.rewritten(rows, starts, positions)
+        rewritten = progress.rewritten(rows, firsts, starts, positions)
         if rewritten is not None:
             self._table.expire(slots[rewritten & (slots >= 0)])
             for index, left in progress.left_behind(rows, ends):
@@ -170,8 +180,8 @@ class StepIntake:
         task.staged = record.stored
         task.staging_slot = slot
         task.copy_done = record.copy_done
-        stored_slots = slots if slots.min() >= 0 else slots[slots >= 0]
-        self._table.claim(tuple(staged.key for staged in task.staged), stored_slots, task.write_id)
+        stored_slots = slots if all_stored else slots[slots >= 0]
+        self._table.claim(record.immediate_keys, stored_slots, task.write_id)
         if self._deferred.keys:
             self._defer_rows(f"step {step_id}", task, record, layout.req_ids, rows, serials, stored_slots)
         for read in reads:
@@ -192,7 +202,7 @@ class StepIntake:
             reads,
         )
         slot.hold(context.holder)
-        context.failed.update(self._refusals.unexpected(context.label, context.req_ids, rows, firsts))
+        context.failed = self._refusals.unexpected(context.label, context.req_ids, rows, firsts)
         context.promised_before = progress.promised_before(rows, firsts, ends)
         draft_floors = ends
         if layout.num_draft_tokens is not None and layout.num_draft_tokens.any():

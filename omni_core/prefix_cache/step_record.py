@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -12,12 +13,12 @@ from omni_core.backend.memory import aligned_nbytes
 from omni_core.prefix_cache.device_ring import DeviceRing, RingTicket
 from omni_core.prefix_cache.leftovers import StagedLeftover, stage_leftover, tensors_of, with_views
 from omni_core.prefix_cache.staging import StagingSlot
+from omni_core.prefix_cache.step_form import PagePlaces
 from omni_core.prefix_cache.step_inputs import StepInputs
 from omni_core.prefix_cache.task import DeferredRecord, RecordPart, StagedRows, WriteSchedule
 
 
-@dataclass(frozen=True, slots=True)
-class StepRecord:
+class StepRecord(NamedTuple):
     """Everything a step saved, as views of its staging page.
 
     Readable once `copy_done` has completed; deferred rows once their record is host-ready.
@@ -25,6 +26,8 @@ class StepRecord:
 
     rows: tuple[StagedRows, ...]
     """Outputs with a row per token."""
+    stored: tuple[StagedRows, ...]
+    """Of these, the rows that go into the pool with the page."""
     stored_keys: frozenset[str]
     immediate_keys: frozenset[str]
     """Of these, the keys whose rows cross with the page; the others wait in `deferred`."""
@@ -33,11 +36,6 @@ class StepRecord:
     """`None` if nothing had to cross from the device."""
     deferred: DeferredRecord | None
     """The step's deferred rows; `None` if it has none, or all cross with the page."""
-
-    @property
-    def stored(self) -> tuple[StagedRows, ...]:
-        """The rows that go into the pool with the page."""
-        return tuple(staged for staged in self.rows if staged.key in self.immediate_keys)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,18 +56,16 @@ def deferrable(inputs: StepInputs, backend: DeviceBackend) -> tuple[tuple[int, .
     """
     numbers = []
     nbytes = 0
-    for number, value in enumerate(inputs.token_values):
-        if value.schedule is WriteSchedule.JOIN_ON_FINISH and backend.owns(value.rows):
+    for number, (value, rows) in enumerate(inputs.token_values()):
+        if value.schedule is WriteSchedule.JOIN_ON_FINISH and backend.owns(rows):
             numbers.append(number)
-            nbytes += aligned_nbytes(value.rows.nbytes)
+            nbytes += aligned_nbytes(rows.nbytes)
     return tuple(numbers), nbytes
 
 
 def step_nbytes(inputs: StepInputs) -> int:
     """Bytes of the staging page that `inputs` will take, alignment included."""
-    total = 0
-    for value in inputs.token_values:
-        total += aligned_nbytes(value.rows.nbytes)
+    total = inputs.form.nbytes
     for leftover in inputs.leftovers:
         for tensor in tensors_of(leftover.value):
             total += aligned_nbytes(tensor.nbytes)
@@ -82,8 +78,8 @@ def check_devices(inputs: StepInputs, backend: DeviceBackend) -> None:
     Raises:
         NoBackendForTensorError: names the key, the tensor's device and the backend.
     """
-    for value in inputs.token_values:
-        _check_device(value.key, value.rows, backend)
+    for value, rows in inputs.token_values():
+        _check_device(value.key, rows, backend)
     for leftover in inputs.leftovers:
         for tensor in tensors_of(leftover.value):
             _check_device(leftover.key, tensor, backend)
@@ -112,7 +108,7 @@ def record_step(
     they are copied before the step is consumed. The copy from the device is started last: nothing that can fail comes
     after it.
     """
-    blocks: list[tuple[torch.Tensor, ...]] = [(value.rows,) for value in inputs.token_values]
+    blocks: list[tuple[torch.Tensor, ...]] = [(rows,) for rows in inputs.rows]
 
     def stage(tensors: tuple[torch.Tensor, ...]) -> int:
         blocks.append(tensors)
@@ -121,6 +117,7 @@ def record_step(
     leftovers = [stage_leftover(leftover, stage) for leftover in inputs.leftovers]
     views = [block[0] for block in blocks]
     on_host = []
+    clones: list[torch.Tensor] = []
     deferred = () if place is None else place.numbers
     for number, block in enumerate(blocks):
         if number in deferred:
@@ -128,7 +125,7 @@ def record_step(
         if backend.owns(block[0]):
             views[number] = _take(slot.host, block)
             if len(block) == 1:
-                backend.snapshot(block[0], ring)
+                clones.append(backend.snapshot(block[0], ring))
             else:
                 torch.cat(block, out=_take(ring, block))
         else:
@@ -140,19 +137,34 @@ def record_step(
             views[number].copy_(blocks[number][0])
         else:
             torch.cat(blocks[number], out=views[number])
-    stored_keys = immediate_keys = frozenset(value.key for value in inputs.token_values if value.stored)
+    stored_keys = immediate_keys = inputs.form.stored_keys
     record = None
     if place is not None:
         record = _defer(inputs, backend, slot, views, place)
         immediate_keys = stored_keys.difference(record.keys)
+    staged = tuple(StagedRows(value.key, view) for value, view in zip(inputs.form.values, views, strict=False))
+    if inputs.is_known and len(clones) == len(views):
+        inputs.form.places[slot.index] = PagePlaces(
+            tuple(clones), ring.used(), device_part, staged, tuple(one for one in staged if one.key in stored_keys)
+        )
     return StepRecord(
-        rows=tuple(StagedRows(value.key, view) for value, view in zip(inputs.token_values, views, strict=False)),
+        rows=staged,
+        stored=tuple(one for one in staged if one.key in immediate_keys),
         stored_keys=stored_keys,
         immediate_keys=immediate_keys,
         leftovers=tuple(with_views(leftover, views) for leftover in leftovers),
         copy_done=backend.copy_to_host(device_part, ring.used(), stream) if ring.used_bytes else None,
         deferred=record,
     )
+
+
+def record_known_step(inputs: StepInputs, places: PagePlaces, backend: DeviceBackend, stream: Stream) -> StepRecord:
+    """`record_step` for a form that was recorded in this slot before: the same places, so nothing is carved again."""
+    for clone, rows in zip(places.clones, inputs.rows, strict=True):
+        backend.refresh_snapshot(clone, rows)
+    stored_keys = inputs.form.stored_keys
+    copy_done = backend.copy_to_host(places.host_part, places.device_part, stream)
+    return StepRecord(places.staged, places.stored, stored_keys, stored_keys, (), copy_done, None)
 
 
 def _defer(
@@ -167,11 +179,11 @@ def _defer(
     page_start = slot.host.used_bytes
     parts = []
     for number in place.numbers:
-        value = inputs.token_values[number]
+        rows = inputs.rows[number]
         start = slot.host.used_bytes - page_start
-        views[number] = slot.host.take(value.rows.shape, value.rows.dtype)
-        backend.snapshot(value.rows, carver)
-        parts.append(RecordPart(value.key, start, start + value.rows.nbytes))
+        views[number] = slot.host.take(rows.shape, rows.dtype)
+        backend.snapshot(rows, carver)
+        parts.append(RecordPart(inputs.form.values[number].key, start, start + rows.nbytes))
     return DeferredRecord(tuple(parts), place.ticket, backend.current_stream().record(), slot, page_start)
 
 

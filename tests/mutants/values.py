@@ -113,12 +113,30 @@ VALUES = (
         "a step's rows are copied from the engine's own buffers, which the next step overwrites",
         CORE + "step_record.py",
         """\
-                backend.snapshot(block[0], ring)
+                clones.append(backend.snapshot(block[0], ring))
 """,
         """\
-                ring.take(block[0].shape, block[0].dtype)
+                clones.append(ring.take(block[0].shape, block[0].dtype))
                 views[number].copy_(block[0])
 """,
+        files("core/test_sim_engine.py"),
+        ROWS,
+    ),
+    bug(
+        "known-form-not-cloned",
+        "a step of a form that was recorded before is not cloned again: the rows of the earlier step are copied",
+        CORE + "step_record.py",
+        "        backend.refresh_snapshot(clone, rows)\n",
+        "        pass\n",
+        files("core/test_sim_engine.py"),
+        ROWS,
+    ),
+    bug(
+        "places-of-another-slot",
+        "a form remembers one place for all staging slots: two open steps share a page",
+        CORE + "step_record.py",
+        "inputs.form.places[slot.index] = PagePlaces(",
+        "inputs.form.places[0] = inputs.form.places[1] = PagePlaces(",
         files("core/test_sim_engine.py"),
         ROWS,
     ),
