@@ -230,7 +230,7 @@ class DeviceBackend(ABC):
         return clone
 
     def refresh_snapshot(self, clone: torch.Tensor, tensor: torch.Tensor) -> None:
-        """Put `tensor` into a clone that `snapshot` made of one of the same shape and dtype. As `snapshot` otherwise."""
+        """As `snapshot`, into a clone it made before, of the same shape and dtype."""
         clone.copy_(tensor, non_blocking=True)
 
     @abstractmethod
