@@ -156,11 +156,11 @@ class OmniPrefixCacheController:
 
     def record(self, inputs: StepInputs, slot: StagingSlot) -> StepRecord:
         """Clone a step's tensors and start their copy to host. Engine thread, no lock held; never blocks."""
-        places = inputs.form.places.get(slot.index)
-        if places is not None and not inputs.form.requires_grad:
-            return record_known_step(inputs, places, self._backend, self._copy_stream)
         place = None if self._memory is None else self._charge(self._memory, inputs)
         try:
+            places = inputs.form.places.get((slot.index, place is not None))
+            if places is not None and not inputs.form.requires_grad:
+                return record_known_step(inputs, places, self._backend, slot, self._copy_stream, place)
             # Engines save under inference mode, whose tensors our threads may not write; or with gradients on.
             with torch.inference_mode(False), torch.no_grad():
                 return record_step(

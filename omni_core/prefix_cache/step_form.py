@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from omni_core.backend.memory import aligned_nbytes
-from omni_core.prefix_cache.task import StagedRows, WriteSchedule
+from omni_core.prefix_cache.task import RecordPart, StagedRows, WriteSchedule
 
 _MAX_FORMS = 64
 """Forms that are remembered: prefills bring ever new ones."""
@@ -29,8 +29,10 @@ class TokenSpec(NamedTuple):
 class PagePlaces(NamedTuple):
     """Where the rows of one form lie in one staging slot: each step of the form that uses the slot puts them there."""
 
+    immediate: tuple[int, ...]
+    """The form's values that cross with the page, as indices; the others are deferred."""
     clones: tuple[torch.Tensor, ...]
-    """Views of the snapshot buffer."""
+    """For each of these a view of the snapshot buffer."""
     device_part: torch.Tensor
     """The snapshot buffer's bytes that cross, uint8."""
     host_part: torch.Tensor
@@ -38,13 +40,19 @@ class PagePlaces(NamedTuple):
     staged: tuple[StagedRows, ...]
     """Views of the page."""
     stored: tuple[StagedRows, ...]
-    """Of these, the ones that go into the pool."""
+    """Of these, the ones that go into the pool with the page."""
+    immediate_keys: frozenset[str]
+    """Their keys."""
+    deferred_parts: tuple[RecordPart, ...]
+    """Where the deferred values lie in their record."""
+    deferred_start: int
+    """The record's first byte of the page."""
 
 
 class StepForm:
     """The outputs with a row per token of one kind of step. Engine thread only."""
 
-    __slots__ = ("nbytes", "places", "requires_grad", "stored_keys", "values")
+    __slots__ = ("deferrable", "nbytes", "places", "requires_grad", "stored_keys", "values")
 
     def __init__(self, values: tuple[TokenSpec, ...], rows: tuple[torch.Tensor, ...]) -> None:
         """`rows` are those of one step of this form, padding rows cut off."""
@@ -52,8 +60,10 @@ class StepForm:
         self.stored_keys = frozenset(value.key for value in values if value.stored)
         self.nbytes = sum(aligned_nbytes(tensor.nbytes) for tensor in rows)
         self.requires_grad = any(tensor.requires_grad for tensor in rows)
-        self.places: dict[int, PagePlaces] = {}
-        """Staging slot index → places, once a step of the form was recorded there."""
+        self.places: dict[tuple[int, bool], PagePlaces] = {}
+        """Staging slot index, and whether rows are deferred → places, once a step of the form was recorded so."""
+        self.deferrable: tuple[tuple[int, ...], int] | None = None
+        """Values that may be deferred, as indices, and their bytes; `None`: nobody has asked yet."""
 
 
 class KnownForms:

@@ -54,13 +54,16 @@ def deferrable(inputs: StepInputs, backend: DeviceBackend) -> tuple[tuple[int, .
     Returns:
         Their indices, and the bytes of the device ring they will take, alignment included.
     """
+    if inputs.form.deferrable is not None:
+        return inputs.form.deferrable
     numbers = []
     nbytes = 0
     for number, (value, rows) in enumerate(inputs.token_values()):
         if value.schedule is WriteSchedule.JOIN_ON_FINISH and backend.owns(rows):
             numbers.append(number)
             nbytes += aligned_nbytes(rows.nbytes)
-    return tuple(numbers), nbytes
+    inputs.form.deferrable = (tuple(numbers), nbytes)
+    return inputs.form.deferrable
 
 
 def step_nbytes(inputs: StepInputs) -> int:
@@ -143,13 +146,23 @@ def record_step(
         record = _defer(inputs, backend, slot, views, place)
         immediate_keys = stored_keys.difference(record.keys)
     staged = tuple(StagedRows(value.key, view) for value, view in zip(inputs.form.values, views, strict=False))
-    if inputs.is_known and len(clones) == len(views):
-        inputs.form.places[slot.index] = PagePlaces(
-            tuple(clones), ring.used(), device_part, staged, tuple(one for one in staged if one.key in stored_keys)
+    stored = tuple(one for one in staged if one.key in immediate_keys)
+    # Leftovers, and values that lie on the host, have no place of their own in the snapshot buffer.
+    if inputs.is_known and len(clones) + len(deferred) == len(views):
+        inputs.form.places[slot.index, place is not None] = PagePlaces(
+            immediate=tuple(number for number in range(len(views)) if number not in deferred),
+            clones=tuple(clones),
+            device_part=ring.used(),
+            host_part=device_part,
+            staged=staged,
+            stored=stored,
+            immediate_keys=immediate_keys,
+            deferred_parts=() if record is None else record.parts,
+            deferred_start=0 if record is None else record.page_start,
         )
     return StepRecord(
         rows=staged,
-        stored=tuple(one for one in staged if one.key in immediate_keys),
+        stored=stored,
         stored_keys=stored_keys,
         immediate_keys=immediate_keys,
         leftovers=tuple(with_views(leftover, views) for leftover in leftovers),
@@ -158,13 +171,28 @@ def record_step(
     )
 
 
-def record_known_step(inputs: StepInputs, places: PagePlaces, backend: DeviceBackend, stream: Stream) -> StepRecord:
-    """`record_step` for a form that was recorded in this slot before: the same places, so nothing is carved again."""
-    for clone, rows in zip(places.clones, inputs.rows, strict=True):
-        backend.refresh_snapshot(clone, rows)
-    stored_keys = inputs.form.stored_keys
-    copy_done = backend.copy_to_host(places.host_part, places.device_part, stream)
-    return StepRecord(places.staged, places.stored, stored_keys, stored_keys, (), copy_done, None)
+def record_known_step(
+    inputs: StepInputs,
+    places: PagePlaces,
+    backend: DeviceBackend,
+    slot: StagingSlot,
+    stream: Stream,
+    place: DeferredPlace | None,
+) -> StepRecord:
+    """`record_step` for a form that was recorded in this slot before: the same places of the page, carved once."""
+    for number, clone in zip(places.immediate, places.clones, strict=True):
+        backend.refresh_snapshot(clone, inputs.rows[number])
+    deferred = None
+    if place is not None:
+        carver = place.ring.carver(place.ticket)
+        for number in place.numbers:
+            backend.snapshot(inputs.rows[number], carver)
+        cloned = backend.current_stream().record()
+        deferred = DeferredRecord(places.deferred_parts, place.ticket, cloned, slot, places.deferred_start)
+    copy_done = backend.copy_to_host(places.host_part, places.device_part, stream) if places.clones else None
+    return StepRecord(
+        places.staged, places.stored, inputs.form.stored_keys, places.immediate_keys, (), copy_done, deferred
+    )
 
 
 def _defer(

@@ -126,7 +126,7 @@ VALUES = (
         "known-form-not-cloned",
         "a step of a form that was recorded before is not cloned again: the rows of the earlier step are copied",
         CORE + "step_record.py",
-        "        backend.refresh_snapshot(clone, rows)\n",
+        "        backend.refresh_snapshot(clone, inputs.rows[number])\n",
         "        pass\n",
         files("core/test_sim_engine.py"),
         ROWS,
@@ -134,10 +134,10 @@ VALUES = (
     bug(
         "places-of-another-slot",
         "a form remembers one place for all staging slots: two open steps share a page",
-        CORE + "step_record.py",
-        "inputs.form.places[slot.index] = PagePlaces(",
-        "inputs.form.places[0] = inputs.form.places[1] = PagePlaces(",
-        files("core/test_sim_engine.py"),
+        CORE + "controller.py",
+        "inputs.form.places.get((slot.index, place is not None))",
+        "inputs.form.places.get((0, place is not None))",
+        files("core/test_known_forms.py"),
         ROWS,
     ),
 )
