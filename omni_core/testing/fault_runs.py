@@ -15,7 +15,7 @@ import torch
 from omni_core.backend.base import DeviceBackend
 from omni_core.backend.registry import create_backend
 from omni_core.prefix_cache.config import PrefixCacheConfig
-from omni_core.prefix_cache.errors import CacheFailedError, JoinTimeoutError, ReadFailedError
+from omni_core.prefix_cache.errors import CacheFailedError, HostMemoryError, JoinTimeoutError, ReadFailedError
 from omni_core.prefix_cache.events import StepEvents, StepLayout
 from omni_core.prefix_cache.manager import OmniPrefixCacheManager
 from omni_core.prefix_cache.policy import ModelCachePolicy
@@ -157,6 +157,8 @@ class _FaultRun:
         if isinstance(error, CacheFailedError):
             cause = error.__cause__
             return isinstance(cause, InjectedFault) or isinstance(_root(cause), InjectedFault) or late
+        if isinstance(error, HostMemoryError):  # address space for a key's rows was refused
+            return isinstance(_root(error), InjectedFault)
         if isinstance(error, TimeoutError):
             # A builder that died takes no step any more: the engine finds every page held.
             builder_died = any(fault.thread == BUILDER or fault.kind is FaultKind.SINK_FAILS for fault in happened)

@@ -46,11 +46,11 @@ BACKEND = (
         "a snapshot is the engine's own buffer, which the next step overwrites",
         "omni_core/backend/base.py",
         """\
-        clone.copy_(tensor, non_blocking=True)
+        self.refresh_snapshot(clone, tensor)
         return clone
 """,
         """\
-        clone.copy_(tensor, non_blocking=True)
+        self.refresh_snapshot(clone, tensor)
         return tensor
 """,
         CONFORMANCE,

@@ -23,7 +23,7 @@ VALUES = (
         "slot-minus-one-claimed",
         "a row that is not stored is claimed in the pool's last slot",
         CORE + "step_intake.py",
-        "stored_slots = slots if slots.min() >= 0 else slots[slots >= 0]",
+        "stored_slots = slots if all_stored else slots[slots >= 0]",
         "stored_slots = slots",
         SLOTS,
         listed_as="-1 slot written",

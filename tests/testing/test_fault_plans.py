@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from omni_core.prefix_cache.errors import CacheFailedError, OmniPrefixCacheStagingTimeoutError
+from omni_core.prefix_cache.errors import CacheFailedError, HostMemoryError, OmniPrefixCacheStagingTimeoutError
 from omni_core.testing import OracleViolationError, SchedulerConfig, StageConfig, WorkloadConfig, hidden_key
 from omni_core.testing.fault_injection import (
     InjectedCopyError,
@@ -90,7 +90,7 @@ def test_what_is_late_or_refused_in_time_harms_no_row(fault):
     ("fault", "raised"),
     [
         (Fault(FaultKind.OPERATION_FAILS, 7, ENGINE), InjectedOperationError),
-        (Fault(FaultKind.POOL_REFUSED, 0), InjectedMemoryError),
+        (Fault(FaultKind.POOL_REFUSED, 0), HostMemoryError),
     ],
     ids=str,
 )
