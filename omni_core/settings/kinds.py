@@ -107,17 +107,19 @@ class WholeNumber(Kind[int]):
 class ByteCount(Kind[int]):
     """A number of bytes: an integer, or text with a binary unit, such as `256 MiB`."""
 
-    def __init__(self, *, at_least: int) -> None:
+    def __init__(self, *, at_least: int, multiple_of: int = 1) -> None:
         self._at_least = at_least
+        self._multiple_of = multiple_of
 
     @property
     def rule(self) -> str:
-        return f"an integer of at least {self._at_least}, or text such as '256 MiB'"
+        multiple = "" if self._multiple_of == 1 else f" and a multiple of {self._multiple_of}"
+        return f"an integer of at least {self._at_least}{multiple}, or text such as '256 MiB'"
 
     def from_value(self, value: Any) -> int:
         if isinstance(value, str):
             return self.from_text(value)
-        self._require(_is_int(value) and value >= self._at_least)
+        self._require(_is_int(value) and value >= self._at_least and value % self._multiple_of == 0)
         return int(value)
 
     def from_text(self, text: str) -> int:
@@ -127,7 +129,7 @@ class ByteCount(Kind[int]):
         return self.from_value(int(size[1]) * _UNIT_BYTES[size[2].lower()])
 
     def json_schema(self) -> dict[str, Any]:
-        integer = {"type": "integer", "minimum": self._at_least}
+        integer = {"type": "integer", "minimum": self._at_least, "multipleOf": self._multiple_of}
         return {"anyOf": [integer, {"type": "string", "pattern": "^[0-9]+ *([KMGT]iB|B)?$"}]}
 
 

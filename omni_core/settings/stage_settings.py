@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -130,6 +131,22 @@ class StageSettings:
     max_recycled_bytes: int = field(
         default=512 << 20,
         metadata=declared(ByteCount(at_least=0), "Most bytes of released output buffers kept for reuse."),
+    )
+    pretouch: bool = field(
+        default=False,
+        metadata=declared(
+            Flag(),
+            "Commits the memory for the hidden rows of all blocks at start, so that no step pays for it later. See "
+            "[Sizing](sizing.md).",
+        ),
+    )
+    pin_chunk_bytes: int = field(
+        default=1 << 30,
+        metadata=declared(
+            ByteCount(at_least=0, multiple_of=mmap.PAGESIZE),
+            "Most bytes that are page-locked at a time: some drivers refuse 2 GiB and more in one piece. 0: a staging "
+            "page at once.",
+        ),
     )
     on_error: OnError = field(
         default=OnError.ISOLATE,

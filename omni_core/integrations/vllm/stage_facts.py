@@ -132,5 +132,7 @@ def cache_config(settings: StageSettings, vllm_config: Any, *, num_blocks: int, 
         extra_step_bytes=settings.extra_step_bytes,
         device_staging_bytes=settings.device_staging_bytes,
         max_recycled_bytes=settings.max_recycled_bytes,
+        pretouch=settings.pretouch,
+        pin_chunk_bytes=settings.pin_chunk_bytes,
         caches_per_host=max(1, vllm_config.parallel_config.data_parallel_size_local),
     )
