@@ -491,7 +491,8 @@ class OmniPrefixCacheManager:
         with self._state.lock:
             if self._state.closing:
                 raise CacheClosedError("bump of a version: the cache is closed")
-            self._intake.expire_version(adapter_id)
+            if not self._intake.expire_version(adapter_id):
+                rows_absent = dict.fromkeys(rows_absent, 0)
             version = self._versions.bump(adapter_id)
         report = VersionReport(adapter_id, version, rows_absent)
         logger.info("new version of %s: %s", "the weights" if adapter_id is None else f"adapter {adapter_id}", report)

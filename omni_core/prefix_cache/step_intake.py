@@ -86,7 +86,7 @@ class StepIntake:
         reads = [read for request in digest.entering if (read := self._entrance.enter(request)) is not None]
         self._started_reads = [self._planner.plan("the step under way", reads)] if reads else []
 
-    def expire_version(self, adapter_id: int | None) -> None:
+    def expire_version(self, adapter_id: int | None) -> bool:
         """Rows of every step announced until now are of weights that are gone: absent for steps announced from now on.
 
         Of a step under way nobody can tell which weights its forward ran with: it plans and claims as it would have,
@@ -94,11 +94,17 @@ class StepIntake:
 
         Args:
             adapter_id: rows in this adapter's blocks; `None`: all.
+
+        Returns:
+            Whether that is new: the step under way was not to take these rows with it already.
         """
-        if self.step_under_way:
-            self._new_versions.append(adapter_id)
-        else:
+        if not self.step_under_way:
             self._table.expire_version(adapter_id)
+            return True
+        if adapter_id in self._new_versions or None in self._new_versions:
+            return False
+        self._new_versions.append(adapter_id)
+        return True
 
     def _expire_versions(self) -> None:
         for adapter_id in self._new_versions:

@@ -19,6 +19,7 @@ from omni_core.prefix_cache.errors import (
     StepAlreadyDiscardedError,
     StepOrderError,
 )
+from omni_core.prefix_cache.policy import ModelCachePolicy
 
 
 def test_a_reset_reports_what_it_cleared(make_rig):
@@ -30,10 +31,24 @@ def test_a_reset_reports_what_it_cleared(make_rig):
     report = rig.cache.reset()
     assert report.rows_cleared == {HIDDEN_KEY: 10, "codes": 9}
     assert (report.requests_forgotten, report.steps_dropped, report.writes_dropped) == (2, 1, 0)
+    assert report.bytes_cleared == 10 * 3 * 4 + 9 * 4 * 8
+    assert report.deferred_records_dropped == 0
     assert report.failure_cleared is None
     report = rig.cache.reset()
     assert report.rows_cleared == {HIDDEN_KEY: 0, "codes": 0}
     assert (report.requests_forgotten, report.steps_dropped) == (0, 0)
+
+
+def test_a_reset_counts_steps_whose_deferred_rows_were_on_the_device(make_rig):
+    rig = make_rig(
+        keys={"late": ((2,), torch.float32)},
+        policy=ModelCachePolicy(deferred_keys={"late"}),
+        device_staging_bytes=1 << 12,
+    )
+    for req_id, block in (("A", 1), ("B", 2)):
+        rig.step(new(req_id, [block]))
+    assert rig.cache.reset().deferred_records_dropped == 2
+    assert rig.cache.stats().deferred_bytes == 0
 
 
 def test_rows_of_recycled_blocks_are_not_counted_as_cleared(rig):

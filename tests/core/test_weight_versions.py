@@ -140,6 +140,16 @@ def test_after_a_step_that_is_never_saved_nothing_older_is_served(rig):
     assert_rows(rig.run(new("E", [4, 5], hit=4))["E"], ("D", 0, 4), ("E", 4, 8))
 
 
+def test_rows_that_go_with_a_step_under_way_are_told_once(rig):
+    rig.run(new("A", [1]), new("V", [2], adapter=VOICE))
+    rig.begin(new("B", [3]))
+    assert rig.cache.bump_adapter_version(VOICE).rows_absent == {HIDDEN_KEY: 4}
+    assert rig.cache.bump_adapter_version(VOICE).rows_absent == {HIDDEN_KEY: 0}
+    rig.save()
+    assert rig.cache.bump_weight_version().rows_absent == {HIDDEN_KEY: 8}
+    assert rig.cache.bump_weight_version().rows_absent == {HIDDEN_KEY: 0}
+
+
 # -- adapters
 
 

@@ -71,7 +71,22 @@ def test_fault_068_of_several_replacements_only_the_last_version_exists(rig):
     assert rig.cache.take_partial_requests() == ()
 
 
-def test_fault_073_a_reloaded_adapter_is_made_known_by_reset(rig):
-    rig.run(new("A", [1], run=4))
-    assert rig.cache.reset().rows_cleared["__hidden_states__"] == 4
-    assert isinstance(rig.run(new("C", [1, 2], hit=4, run=1)).failed["C"], HitRowsAbsentError)
+def test_fault_073_a_reloaded_adapters_old_rows_are_not_served_and_others_are(rig):
+    rig.run(new("X", [1], adapter=7), new("A", [2]))
+    assert rig.cache.bump_adapter_version(7).rows_absent["__hidden_states__"] == 4
+    taken = rig.run(new("Y", [1, 3], hit=4, adapter=7), new("B", [2, 4], hit=4))
+    assert isinstance(taken.failed["Y"], HitRowsAbsentError)
+    assert_rows(taken["B"], ("A", 0, 4), ("B", 4, 8))
+
+
+def test_fault_073_two_ids_of_one_name_share_no_rows(rig):
+    rig.run(new("X", [1], adapter=7))
+    assert isinstance(rig.run(new("Y", [1, 2], hit=4, adapter=8)).failed["Y"], HitRowsAbsentError)
+
+
+def test_fault_074_after_a_weight_update_no_old_row_is_served_and_requests_go_on(rig):
+    rig.run(new("A", [1, 2]))
+    assert rig.cache.bump_weight_version().rows_absent["__hidden_states__"] == 4
+    taken = rig.run(more("A", 4), new("C", [1, 3], hit=4))
+    assert_rows(taken["A"], ("A", 4, 8))
+    assert isinstance(taken.failed["C"], HitRowsAbsentError)

@@ -22,10 +22,12 @@ def scheduler_output(
     prefill=None,
     all_tokens=None,
     drafts=None,
+    adapters=(),
 ):
     """`new`: (req_id, block_ids per group, computed). `cached`: (req_id, new block ids per group or None, computed).
 
-    `prefill`: what the new requests bring for the second model runner. `all_tokens`: of requests that come back.
+    `adapters`: ids of the adapters of new requests. `prefill`: what they bring for the second model runner.
+    `all_tokens`: of requests that come back.
     """
     return SimpleNamespace(
         scheduled_new_reqs=[
@@ -35,6 +37,7 @@ def scheduler_output(
                 num_computed_tokens=computed,
                 prompt_token_ids=[1, 2],
                 prefill_token_ids=prefill,
+                lora_request=SimpleNamespace(lora_int_id=adapters[req_id]) if req_id in adapters else None,
             )
             for req_id, blocks, computed in new
         ],
@@ -154,6 +157,11 @@ def test_a_step_without_drafts_has_no_counts():
 def test_block_copies_keep_their_order():
     copies = [SimpleNamespace(src_block_id=1, dst_block_id=2), SimpleNamespace(src_block_id=2, dst_block_id=3)]
     assert step_events(scheduler_output(copies=copies)).block_copies == (BlockCopy(1, 2), BlockCopy(2, 3))
+
+
+def test_a_new_request_names_its_adapter():
+    output = scheduler_output(new=[("a", ([4],), 0), ("b", ([5],), 0)], adapters={"b": 7})
+    assert [event.adapter_id for event in step_events(output).requests] == [0, 7]
 
 
 def test_what_the_scheduler_does_to_its_lists_later_changes_nothing():

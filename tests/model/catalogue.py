@@ -82,6 +82,8 @@ WRONG_STORAGE = (
     Search(runs.UNSAVED_STEP, StorageChange.UNSAVED_STEP_KEEPS_READS, "e"),
     Search(runs.SILENT_TENANCY, StorageChange.DIGEST_IGNORED, "a"),
     Search(runs.OWED_BLOCK_LOST, StorageChange.LATE_PLAN_IGNORES_TENANCY, "a"),
+    Search(runs.NEW_WEIGHTS_UNDER_READS, StorageChange.NEW_WEIGHTS_IGNORED, "a"),
+    Search(runs.NEW_WEIGHTS_OWED, StorageChange.NEW_WEIGHTS_ARE_TENANCIES, "b"),
     Search(runs.SAME_STEP_HIT, StorageChange.NO_RESCUE, "b"),
     Search(runs.SAME_STEP_HIT, StorageChange.RESCUE_ANY_PIN, "a"),
     Search(runs.SAME_STEP_HIT, StorageChange.SKIP_SUPERSEDED, "b"),

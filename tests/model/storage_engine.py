@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from .explorer import Move
 from .storage_device import Device
 from .storage_rules import Change
-from .storage_scenario import DEFERRED, Copy, Ended, Event, Fresh, Hit, Owed
+from .storage_scenario import DEFERRED, Copy, Ended, Event, Fresh, Hit, NewWeights, Owed
 from .storage_state import RecordPhase, StepPhase, StorageState, Task, put
 from .storage_tables import Tables
 
@@ -55,6 +55,9 @@ class Engine:
         number = state.step
         step = self._scenario.steps[number - 1]
         self._end_unsaved_reads(state)
+        for event in step.events:
+            if isinstance(event, NewWeights):
+                self._tables.new_weights(state, event.slots)
         for event in step.events:
             if isinstance(event, Ended):
                 self._end_request(state, event.request)

@@ -15,6 +15,8 @@ class Change(Enum):
     UNSAVED_STEP_KEEPS_READS = "a step that is never saved keeps its reads"
     DIGEST_IGNORED = "a hit is not compared with the digest of the tenancy it finds"
     LATE_PLAN_IGNORES_TENANCY = "owed rows are planned without asking whether their block changed hands"
+    NEW_WEIGHTS_IGNORED = "rows of old weights stay present"
+    NEW_WEIGHTS_ARE_TENANCIES = "new weights begin a tenancy in every block, as if it changed hands"
     # -- the committer
     NO_RESCUE = "rows that a read still wants are overwritten"
     RESCUE_ANY_PIN = "rows are set aside for every read of the slot, whatever write it wants"

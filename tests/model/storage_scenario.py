@@ -55,7 +55,14 @@ class Ended:
     request: str
 
 
-Event = Fresh | Hit | Owed | Copy | Ended
+@dataclass(frozen=True)
+class NewWeights:
+    """Before the step, the weights changed that the rows in these slots were computed with; who holds them stays."""
+
+    slots: tuple[int, ...]
+
+
+Event = Fresh | Hit | Owed | Copy | Ended | NewWeights
 Kind = TypeVar("Kind", bound=Event)
 
 
@@ -137,6 +144,9 @@ class Scenario:
         tenancy_began = [0] * self.num_slots
         reads = []
         for number, step in enumerate(self.steps, 1):
+            for new_weights in _events(step, NewWeights):
+                for cell in self.cells_of(new_weights.slots):
+                    contents[cell] = ABSENT
             for copy in _events(step, Copy):
                 for source, destination in zip(
                     self.cells_at(copy.source), self.cells_at(copy.destination), strict=True

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The small runs the storage world is searched over."""
 
-from .storage_scenario import Copy, Ended, Event, Fresh, Hit, Owed, Scenario, Step, Write
+from .storage_scenario import Copy, Ended, Event, Fresh, Hit, NewWeights, Owed, Scenario, Step, Write
 
 
 def _step(*parts: Event | Write, saved: bool = True) -> Step:
@@ -128,6 +128,37 @@ OWED_NEW_TABLE = Scenario(
         _step(Fresh(1), Write(1, "HM")),
     ),
 )
+NEW_WEIGHTS_UNDER_READS = Scenario(
+    "weights change under stored rows and a planned read, and the row is written anew",
+    2,
+    "HM",
+    (
+        _step(Fresh(0), Write(0, "HM")),
+        _step(Hit((0,)), Fresh(1), Write(1, "HM")),
+        _step(NewWeights((0, 1)), Hit((0,)), Write(1, "H")),
+        _step(Hit((1,)), Fresh(0), Write(0, "M")),
+    ),
+)
+NEW_WEIGHTS_OWED = Scenario(
+    "rows owed across a change of weights: one computed before it, one after it",
+    2,
+    "HM",
+    (
+        _step(Fresh(0), Fresh(1), Write(0, "HM")),
+        _step(NewWeights((0, 1)), Write(1, "HM")),
+        _step(Owed((1,), held_since=1), Owed((0,), held_since=1)),
+    ),
+)
+NEW_WEIGHTS_COPIED = Scenario(
+    "weights change between the copies of a block",
+    3,
+    "HM",
+    (
+        _step(Fresh(0), Write(0, "HM")),
+        _step(Copy(0, 1), Hit((1,))),
+        _step(NewWeights((0, 1)), Copy(0, 2), Hit((1, 2))),
+    ),
+)
 BASE = (
     SAME_STEP_HIT,
     STORED_HITS,
@@ -140,6 +171,9 @@ BASE = (
     SILENT_TENANCY,
     OWED_BLOCK_LOST,
     OWED_NEW_TABLE,
+    NEW_WEIGHTS_UNDER_READS,
+    NEW_WEIGHTS_OWED,
+    NEW_WEIGHTS_COPIED,
 )
 
 # -- deferred keys ----------------------------------------------------------------------------------------------------

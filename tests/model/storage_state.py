@@ -165,6 +165,7 @@ class StorageState:
         "steps",
         "tickets",
         "transfers",
+        "version_floors",
         "work",
     )
 
@@ -180,6 +181,7 @@ class StorageState:
         self.last_id = 0
         self.ids_after_start = tuple(0 for _ in numbers)
         self.floors = (0,) * scenario.num_slots
+        self.version_floors = (0,) * scenario.num_slots
         self.digests = (0,) * scenario.num_slots
         self.latest = (ABSENT,) * num_cells
         # Physical state, the committer's.

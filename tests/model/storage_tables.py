@@ -31,13 +31,20 @@ class Tables:
     # -- tenancies, claims, presence
 
     def present_id(self, state: StorageState, cell: int) -> int:
-        latest = state.latest[cell]
-        return latest if latest > state.floors[self.scenario.slot_of(cell)] else ABSENT
+        latest, slot = state.latest[cell], self.scenario.slot_of(cell)
+        return latest if latest > max(state.floors[slot], state.version_floors[slot]) else ABSENT
 
     def start_tenancy(self, state: StorageState, slot: int, digest: int = 0) -> None:
         state.last_id += 1
         state.floors = put(state.floors, slot, state.last_id)
         state.digests = put(state.digests, slot, digest)
+
+    def new_weights(self, state: StorageState, slots: tuple[int, ...]) -> None:
+        """Rows stored until now are absent for later plans; the slots change no hands."""
+        for slot in slots if Change.NEW_WEIGHTS_IGNORED not in self.changes else ():
+            if Change.NEW_WEIGHTS_ARE_TENANCIES in self.changes:
+                self.start_tenancy(state, slot, state.digests[slot])
+            state.version_floors = put(state.version_floors, slot, state.last_id)
 
     def claim(self, state: StorageState, cells: tuple[int, ...], write_id: int) -> None:
         for cell in cells:

@@ -49,6 +49,7 @@ class FakeRunner:
     """Keeps a persistent batch the way vLLM's runner does, and computes rows from it."""
 
     is_pooling_model = False
+    lora_config = None
 
     def __init__(self, model=None):
         self.model = model or FakeModel()
@@ -68,6 +69,8 @@ class FakeRunner:
         self.query_start_loc = SimpleNamespace(np=np.zeros(MAX_REQS + 1, np.int32))
         self.positions = torch.zeros(MAX_LEN * MAX_REQS, dtype=torch.int64)
         self.input_ids = SimpleNamespace(gpu=torch.zeros(MAX_LEN * MAX_REQS, dtype=torch.int32))
+        self.input_batch.lora_id_to_lora_request = {}
+        self.loaded_adapters = set()
         self.execute_model_state = None
         self.forwards = 0
         self.row_offset = 0.0
@@ -77,6 +80,9 @@ class FakeRunner:
 
     def get_model(self):
         return self.model
+
+    def list_loras(self):
+        return set(self.loaded_adapters)
 
     def dummy_run(self):
         self._forward([[9]], [[0]])
@@ -158,8 +164,8 @@ class FakeRunner:
             batch.token_ids_cpu[batch.req_ids.index(req_id), first : first + len(drafts)] = drafts
 
 
-def scheduled(new=(), running=(), finished=(), drafts=None, max_tokens=MAX_LEN):
-    """A scheduler output.
+def scheduled(new=(), running=(), finished=(), drafts=None, max_tokens=MAX_LEN, lora_request=None):
+    """A scheduler output. `lora_request`: the adapter of its new requests.
 
     `new`: (req_id, prompt, block ids, computed, scheduled). `running`: (req_id, computed, scheduled, new block ids).
     `drafts`: request to its draft tokens, which its scheduled tokens include.
@@ -174,7 +180,7 @@ def scheduled(new=(), running=(), finished=(), drafts=None, max_tokens=MAX_LEN):
                 block_ids=(blocks,),
                 num_computed_tokens=computed,
                 mm_features=[],
-                lora_request=None,
+                lora_request=lora_request,
                 prompt_embeds=None,
                 prompt_is_token_ids=None,
                 sampling_params=SimpleNamespace(

@@ -25,13 +25,20 @@ from omni_core.integrations.vllm.accepted_tokens import (
     kept_samples,
     num_valid_rows,
 )
+from omni_core.integrations.vllm.adapter_files import AdapterFiles
 from omni_core.integrations.vllm.chosen_layers import ChosenLayers
 from omni_core.integrations.vllm.delivery.builder import BuiltStep, StageBuilder, StartedRequest
 from omni_core.integrations.vllm.delivery.delivery_log import error_text
 from omni_core.integrations.vllm.effective_block import EffectiveBlock, warn_if_first_prompts_cannot_hit
 from omni_core.integrations.vllm.errors import StepNotSavedError
 from omni_core.integrations.vllm.step_events import SchedulerOutput, step_events
-from omni_core.integrations.vllm.versions import StageOutputsModel, StepArrays, prompt_token_ids, step_arrays
+from omni_core.integrations.vllm.versions import (
+    StageOutputsModel,
+    StepArrays,
+    adapters_of_step,
+    prompt_token_ids,
+    step_arrays,
+)
 from omni_core.prefix_cache.errors import OmniPrefixCacheUnmatchError, StepTooLargeError
 from omni_core.prefix_cache.events import StepEvents, StepLayout
 from omni_core.settings.stage_settings import OnError
@@ -67,6 +74,10 @@ class StepCache(Protocol):
 
     def discard_step(self, step_id: int, sampled_counts: Mapping[str, int] | None = None) -> None:
         """Give a saved step up; its rows come with a later step."""
+        ...
+
+    def bump_adapter_version(self, adapter_id: int) -> object:
+        """An adapter is another one from now on."""
         ...
 
 
@@ -129,6 +140,7 @@ class StepHooks:
         self._steps_failed = 0
         self._off_reason: str | None = None
         self._unsampled: _UnsampledStep | None = None
+        self._adapter_files = AdapterFiles()
 
     @property
     def off_reason(self) -> str | None:
@@ -140,10 +152,17 @@ class StepHooks:
         """Steps that could not be saved."""
         return self._steps_failed
 
-    def before_forward(self, scheduler_output: SchedulerOutput) -> None:
+    def start_over(self) -> None:
+        """The cache was reset between two steps: requests open now get no more rows, and a cache that was off is on."""
+        self._unsampled = None
+        self._failed_in_a_row = 0
+        self._off_reason = None
+        self._builder.fail_open_requests("the cache was reset")
+
+    def before_forward(self, runner: Any, scheduler_output: SchedulerOutput) -> None:
         """Tell the cache and the builder what the step starts with. Never blocks."""
         if self._off_reason is None:
-            self._guarded("new_step_starts", lambda: self._begin(scheduler_output))
+            self._guarded("new_step_starts", lambda: self._begin(runner, scheduler_output))
         if self._off_reason is not None and scheduler_output.scheduled_new_reqs:
             # Each request has its last word all the same: why it has no rows.
             self._fail_new_requests(scheduler_output, f"the cache was turned off: {self._off_reason}")
@@ -173,11 +192,15 @@ class StepHooks:
             step, self._unsampled = self._unsampled, None
             self._hand_on(step, kept_samples(runner, output, step.arrays, self._stop_rule))
 
-    def _begin(self, scheduler_output: SchedulerOutput) -> None:
+    def _begin(self, runner: Any, scheduler_output: SchedulerOutput) -> None:
         if self._unsampled is not None:
             # Its sampling failed: only the rows before its drafts are known to be right.
             step, self._unsampled = self._unsampled, None
             self._hand_on(step, fewest_sampled(step.arrays))
+        if runner.lora_config is not None:
+            adapters = adapters_of_step(runner, scheduler_output)
+            for adapter_id in self._adapter_files.changed(adapters, runner.list_loras()):
+                self._cache.bump_adapter_version(adapter_id)
         self._cache.new_step_starts(step_events(scheduler_output, self._group_index))
         self._tell_builder(scheduler_output)
 
@@ -274,7 +297,7 @@ class RunnerHooksMixin:
 
     def execute_model(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
         """Run vLLM's `execute_model`, with the hooks around it."""
-        self.omni_core_hooks.before_forward(scheduler_output)
+        self.omni_core_hooks.before_forward(self, scheduler_output)
         # The runner's own class comes next in the order of base classes, which this class alone cannot know.
         result = cast("Any", super()).execute_model(scheduler_output, *args, **kwargs)
         self.omni_core_hooks.after_forward(self, scheduler_output)

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -41,6 +41,8 @@ from omni_core.sinks.registry import create_sink
 _LOG = logging.getLogger(__name__)
 
 DEFAULT_FLUSH_TIMEOUT_S = 60.0
+RESET_FLUSH_WAIT_S = 0.5
+"""How long a reset lets the engine wait for rows that were computed before."""
 _LEAST_CLOSE_TIMEOUT_S = 0.5
 """What the cache gets to close when the sink took all the time there was."""
 
@@ -228,6 +230,36 @@ class StageSession:
                 '"sink": "memory"'
             )
         return self._parts.sink
+
+    def reset(self) -> dict[str, Any] | None:
+        """Forget every row and request, and any failure; the fields of `ResetReport`. Engine thread, between steps.
+
+        What was computed goes to the sink first, if that is done within `RESET_FLUSH_WAIT_S`. Requests that are open
+        then fail there, and get no more rows. `None` on a stage without a cache.
+
+        Raises:
+            JoinTimeoutError: a write under way did not end; nothing was reset.
+        """
+        if self._parts is None or self._closed:
+            return None
+        self.wait_flushed(self.begin_flush(), RESET_FLUSH_WAIT_S)
+        report = self._parts.cache.reset()
+        self._parts.hooks.start_over()
+        return cast("dict[str, Any]", _plain(asdict(report)))
+
+    def bump_version(self, adapter_id: int | None) -> dict[str, Any] | None:
+        """The weights (`None`) or an adapter have changed; the fields of `VersionReport`. Between steps.
+
+        `None` on a stage without a cache.
+
+        Raises:
+            ValueError: `adapter_id` stands for no adapter.
+        """
+        if self._parts is None or self._closed:
+            return None
+        cache = self._parts.cache
+        report = cache.bump_weight_version() if adapter_id is None else cache.bump_adapter_version(adapter_id)
+        return cast("dict[str, Any]", _plain(asdict(report)))
 
     def report(self) -> dict[str, Any]:
         """Plain dicts, lists, strings and numbers; any thread. `delivery` and `cache` only on a stage with a cache."""

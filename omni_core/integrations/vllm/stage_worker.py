@@ -10,9 +10,9 @@ import logging
 import os
 from typing import Any, cast
 
+from omni_core.integrations.vllm.changed_weights import ChangedWeightsMixin
 from omni_core.integrations.vllm.chosen_layers import capture_layers
 from omni_core.integrations.vllm.rpc.worker_calls import WorkerCalls, answer
-from omni_core.integrations.vllm.session import StageSession
 from omni_core.integrations.vllm.stage import check_stage, open_stage
 from omni_core.integrations.vllm.versions import adopt_engine_logging
 from omni_core.settings.resolve import stage_settings
@@ -20,15 +20,12 @@ from omni_core.settings.resolve import stage_settings
 _LOG = logging.getLogger(__name__)
 
 
-class StageWorkerMixin:
+class StageWorkerMixin(ChangedWeightsMixin):
     """Put in front of a worker class of vLLM. Its methods are called by the engine, on the worker's main thread."""
 
     # vLLM's own, of the worker class behind this one.
     vllm_config: Any
-    model_runner: Any
     use_v2_model_runner: bool
-
-    omni_core_session: StageSession | None = None
 
     def init_device(self) -> None:
         """Run vLLM's own, after settings and gate were asked: what is wrong stops before anything is loaded.
@@ -87,6 +84,14 @@ class StageWorkerMixin:
     def omni_core_forget(self, /, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """`WorkerCalls.forget`, for `collective_rpc("omni_core_forget", args=(req_id, use))`."""
         return answer(self.omni_core_calls.forget, args, kwargs)
+
+    def omni_core_reset(self, /, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """`WorkerCalls.reset`, for `collective_rpc("omni_core_reset")`: forgets every row and request."""
+        return answer(self.omni_core_calls.reset, args, kwargs)
+
+    def omni_core_bump(self, /, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """`WorkerCalls.bump`, for `collective_rpc("omni_core_bump")`: the weights, or an adapter, have changed."""
+        return answer(self.omni_core_calls.bump, args, kwargs)
 
     def omni_core_report(self, /, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """`WorkerCalls.report`, for `collective_rpc("omni_core_report")`."""

@@ -14,6 +14,7 @@ Facts of vLLM 0.32 it rests on (`v1/core/sched/output.py` and `scheduler.py`; pi
 - a request may have draft tokens in the step that announces it: placeholders, where it has one token to compute;
 - a preempted request is not finished: its blocks may go to others, and it may come back as resumed. Nothing has to be
   said about it, because whoever gets its blocks brings the news;
+- a request names its adapter when it is announced as new, and keeps it;
 - an aborted request is reported among the finished ones and cannot be told from them;
 - blocks of all KV-cache groups have ids of one pool, and block copies are told of all groups together. Copies between
   blocks of other groups are passed on: no table of the mirrored group names such a block while they hold it.
@@ -28,6 +29,13 @@ import numpy as np
 import numpy.typing as npt
 
 from omni_core.prefix_cache.events import BlockCopy, RequestEvent, RequestEventKind, StepEvents
+
+
+class Adapter(Protocol):
+    """An adapter that computes a request's rows."""
+
+    @property
+    def lora_int_id(self) -> int: ...
 
 
 class NewRequest(Protocol):
@@ -47,6 +55,9 @@ class NewRequest(Protocol):
 
     @property
     def prefill_token_ids(self) -> Sequence[int] | None: ...
+
+    @property
+    def lora_request(self) -> Adapter | None: ...
 
 
 class CachedRequests(Protocol):
@@ -123,6 +134,7 @@ def step_events(scheduler_output: SchedulerOutput, group_index: int = 0) -> Step
             num_computed_tokens=new.num_computed_tokens,
             num_scheduled_tokens=scheduled.get(new.req_id, 0),
             num_known_tokens=_num_known_tokens(new),
+            adapter_id=0 if new.lora_request is None else new.lora_request.lora_int_id,
         )
         for new in scheduler_output.scheduled_new_reqs
     )

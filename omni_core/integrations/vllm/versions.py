@@ -207,6 +207,16 @@ def prompt_token_ids(new: Any) -> Sequence[int]:
     return [token_id if is_token else UNKNOWN_TOKEN_ID for token_id, is_token in known]
 
 
+def adapters_of_step(runner: Any, scheduler_output: SchedulerOutput) -> list[Any]:
+    """The `LoRARequest`s of the requests a step is about to run, before the runner has taken its news in.
+
+    Of requests that it knows, and that end or pause with this step, too.
+    """
+    new = (request.lora_request for request in scheduler_output.scheduled_new_reqs)
+    known = runner.input_batch.lora_id_to_lora_request.values()
+    return [*known, *(adapter for adapter in new if adapter is not None)]
+
+
 def step_arrays(runner: Any, scheduler_output: SchedulerOutput, group_index: int) -> StepArrays:
     """The batch of the forward that has just run. Engine thread, between `execute_model` and `sample_tokens`.
 

@@ -126,6 +126,34 @@ WORKER = (
 )
 """What a worker class overrides or asks."""
 
+CHANGED_WEIGHTS = (
+    _takes(_WORKER, "Worker", "reload_weights"),
+    _takes(_WORKER, "Worker", "start_weight_update"),
+    _takes(_WORKER, "Worker", "start_draft_weight_update"),
+    _takes(_WORKER, "Worker", "update_weights", "update_info"),
+    _takes(_WORKER, "Worker", "finish_weight_update"),
+    _takes(_WORKER, "Worker", "sleep", "level"),
+    _takes(_WORKER, "Worker", "wake_up", "tags"),
+    _takes(_CPU_WORKER, "CPUWorker", "sleep", "level"),
+    _takes(_CPU_WORKER, "CPUWorker", "wake_up", "tags"),
+    _says("v1/engine/core.py", "EngineCore", "sleep", "clear_prefix_cache = level >= 1"),
+    _takes("v1/core/sched/scheduler.py", "Scheduler", "reset_prefix_cache", "reset_running_requests"),
+    _says("v1/core/block_pool.py", "BlockPool", "reset_prefix_cache", "block.reset_hash()"),
+    _takes(_WORKER, "Worker", "add_lora", "lora_request"),
+    _takes(_WORKER, "Worker", "remove_lora", "lora_id"),
+    *_has(_RUNNER, "GPUModelRunner", "lora_config"),
+    _takes("v1/worker/lora_model_runner_mixin.py", "LoRAModelRunnerMixin", "list_loras"),
+    *_has(_BATCH, "InputBatch", "lora_id_to_lora_request"),
+    *_has("lora/request.py", "LoRARequest", "lora_path", "load_inplace"),
+    _says(
+        "lora/worker_manager.py",
+        "LRUCacheWorkerLoRAManager",
+        "add_adapter",
+        "lora_request.lora_int_id not in self.list_adapters() or lora_request.load_inplace",
+    ),
+)
+"""How weights and adapters change and when hashes are forgotten: `changed_weights.py`, `adapter_files.py`."""
+
 CONFIGURATION = (
     *_has("config/vllm.py", "VllmConfig", "cache_config", "parallel_config", "scheduler_config", "model_config"),
     *_has("config/vllm.py", "VllmConfig", "kv_transfer_config", "speculative_config", "kernel_config"),
@@ -170,7 +198,7 @@ CLIENT = (
 )
 """What a client's side asks, read by `request_ids.py`, `session.py` and `versions.py`."""
 
-ENGINE_CONTRACT = (*SCHEDULER_OUTPUT, *MODEL_RUNNER, *WORKER, *CONFIGURATION, *CLIENT)
+ENGINE_CONTRACT = (*SCHEDULER_OUTPUT, *MODEL_RUNNER, *WORKER, *CHANGED_WEIGHTS, *CONFIGURATION, *CLIENT)
 
 
 def contract_of(release: Release) -> tuple[EngineFact, ...]:

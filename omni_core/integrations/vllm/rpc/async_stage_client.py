@@ -15,6 +15,7 @@ from omni_core.integrations.vllm.errors import FlushTimeoutError
 from omni_core.integrations.vllm.rpc.rows_over_rpc import (
     RowsEncoding,
     WorkerCall,
+    contents,
     flush_call,
     reports_from_flush,
     reports_from_replies,
@@ -63,6 +64,24 @@ async def stage_reports_async(engine: Any) -> list[dict[str, Any]]:
         IntegrationError: a rank cannot make its report; says why.
     """
     return reports_from_replies(await collective_rpc_of_every_engine(engine, "omni_core_report", ()))
+
+
+async def reset_stage_async(engine: Any) -> list[dict[str, Any]]:
+    """`stage_client.reset_stage` for an `AsyncLLM`, on every data-parallel engine.
+
+    Raises:
+        IntegrationError: a rank was not reset; says why.
+    """
+    return contents(await collective_rpc_of_every_engine(engine, "omni_core_reset", ()), "reset")
+
+
+async def bump_stage_version_async(engine: Any, adapter_id: int | None = None) -> list[dict[str, Any]]:
+    """`stage_client.bump_stage_version` for an `AsyncLLM`, on every data-parallel engine.
+
+    Raises:
+        RpcArgumentError, IntegrationError: a rank could not do it; says why.
+    """
+    return contents(await collective_rpc_of_every_engine(engine, "omni_core_bump", (adapter_id,)), "version")
 
 
 async def flush_through(call_workers: CallWorkers, timeout_s: float = DEFAULT_FLUSH_TIMEOUT_S) -> list[dict[str, Any]]:

@@ -126,6 +126,15 @@ def taking(request_id: str, encoding: RowsEncoding) -> Taking:
     return list(taken.values())
 
 
+def contents(replies: Iterable[Any], name: str) -> list[dict[str, Any]]:
+    """What the workers with a cache answered under this name.
+
+    Raises:
+        RpcArgumentError, IntegrationError, InvalidRequestFileError: as for `checked_answers`.
+    """
+    return [dict(one[name]) for one in checked_answers(replies, name) if one[name] is not None]
+
+
 def checked_answers(replies: Iterable[Any], content: str) -> list[Mapping[str, Any]]:
     """The workers' answers, each of which has this content.
 

@@ -10,6 +10,7 @@ from omni_core.integrations.vllm.rpc.rows_over_rpc import (
     DEFAULT_RPC_FLUSH_WAIT_S,
     RowsEncoding,
     WorkerCall,
+    contents,
     flush_call,
     reports_from_flush,
     reports_from_replies,
@@ -72,6 +73,33 @@ def take_rows(llm: Any, request_id: str, timeout_s: float = DEFAULT_FLUSH_TIMEOU
         except StopIteration as end:
             taken: list[StoredRequest] = end.value
             return taken
+
+
+def reset_stage(llm: Any) -> list[dict[str, Any]]:
+    """Have an `LLM`'s caches forget every row, every request and any failure; what each cleared (`ResetReport`).
+
+    Requests that run get no more rows. vLLM's own prefix cache is not touched: call `LLM.reset_prefix_cache` too, or
+    requests that hit it have no rows.
+
+    Raises:
+        IntegrationError: a rank was not reset; says why.
+    """
+    return contents(llm.collective_rpc("omni_core_reset"), "reset")
+
+
+def bump_stage_version(llm: Any, adapter_id: int | None = None) -> list[dict[str, Any]]:
+    """Tell an `LLM`'s caches that the weights, or an adapter, have changed; what became absent (`VersionReport`).
+
+    Only needed where vLLM's worker does not hear of it, such as a function given to `collective_rpc`.
+
+    Args:
+        llm: vLLM's `LLM` with one of Omni Core's workers.
+        adapter_id: `LoRARequest.lora_int_id`; `None`: the weights.
+
+    Raises:
+        RpcArgumentError, IntegrationError: a rank could not do it; says why.
+    """
+    return contents(llm.collective_rpc("omni_core_bump", args=(adapter_id,)), "version")
 
 
 def stage_reports(llm: Any) -> list[dict[str, Any]]:

@@ -160,6 +160,29 @@ class WorkerCalls:
         sink = None if self._session is None else self._session.memory_sink()
         return {"error": None, "forgotten": sink is not None and sink.forget(key)}
 
+    def reset(self) -> dict[str, Any]:
+        """`StageSession.reset`: forget every row and request, and any failure.
+
+        Returns:
+            `error` (`None`) and `reset`: the fields of `ResetReport`, `None` on a worker without a cache.
+        """
+        return {"error": None, "reset": None if self._session is None else self._session.reset()}
+
+    def bump(self, adapter_id: Any = None) -> dict[str, Any]:
+        """`StageSession.bump_version`: the weights, or an adapter, have changed.
+
+        Args:
+            adapter_id: `lora_int_id` of the adapter; `None`: the weights.
+
+        Returns:
+            `error` (`None`) and `version`: the fields of `VersionReport`, `None` on a worker without a cache.
+
+        Raises:
+            RpcArgumentError: `adapter_id` is no adapter's.
+        """
+        adapter = None if adapter_id is None else _integer("adapter_id", adapter_id, at_least=1)
+        return {"error": None, "version": None if self._session is None else self._session.bump_version(adapter)}
+
     def report(self) -> dict[str, Any]:
         """`StageSession.report`, without an `error`; empty before the KV cache is made."""
         return {} if self._session is None else self._session.report()

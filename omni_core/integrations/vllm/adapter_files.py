@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Notices that vLLM is about to load an adapter whose files are not those it loaded last under the same id.
+
+vLLM reads an adapter's files in the middle of a step if it does not hold the adapter (any more), and in every step with
+a request whose `load_inplace` is set (`lora/worker_manager.py`, `LRUCacheWorkerLoRAManager.add_adapter`). A server that
+was told to load an adapter in place sets it for all requests from then on. So that a step reads files means nothing;
+that they are other files does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from pathlib import Path
+from typing import Protocol
+
+Fingerprint = tuple[tuple[str, int, int], ...]
+"""Of each file of an adapter: name, size in bytes, time of change in ns. Empty where the path is no local folder."""
+
+
+class AdapterRequest(Protocol):
+    """What is read of vLLM's `LoRARequest`."""
+
+    @property
+    def lora_int_id(self) -> int: ...
+
+    @property
+    def lora_path(self) -> str: ...
+
+    @property
+    def load_inplace(self) -> bool: ...
+
+
+class AdapterFiles:
+    """Which files each adapter was last loaded from. Engine thread."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, tuple[str, Fingerprint]] = {}
+
+    def changed(self, requests: Iterable[AdapterRequest], loaded: Collection[int]) -> list[int]:
+        """Adapters that a step will read from other files than before. Reads the folders' entries, not their files.
+
+        Args:
+            requests: the adapters of the step's requests; one may be named more than once.
+            loaded: ids of the adapters vLLM holds.
+        """
+        changed = []
+        for request in requests:
+            adapter_id = request.lora_int_id
+            if not request.load_inplace and adapter_id in loaded and adapter_id in self._seen:
+                continue
+            now = request.lora_path, _fingerprint(request.lora_path)
+            if self._seen.setdefault(adapter_id, now) != now:
+                self._seen[adapter_id] = now
+                changed.append(adapter_id)
+        return changed
+
+
+def _fingerprint(path: str) -> Fingerprint:
+    try:
+        entries = sorted(Path(path).iterdir())
+        return tuple((entry.name, (told := entry.stat()).st_size, told.st_mtime_ns) for entry in entries)
+    except OSError:
+        return ()
