@@ -66,11 +66,6 @@ def host_memory(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> HostMemory:
     return HostMemory(min(limits, key=_size, default=None), min(free, key=_size, default=None))
 
 
-def host_limit(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> HostLimit | None:
-    """The `limit` of `host_memory`."""
-    return host_memory(proc, cgroups).limit
-
-
 def _size(limit: HostLimit) -> int:
     return limit.nbytes
 

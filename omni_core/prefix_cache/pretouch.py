@@ -11,7 +11,7 @@ import torch
 
 from omni_core.backend.host_pages import commit_pages
 from omni_core.prefix_cache.errors import HostMemoryError, JoinTimeoutError
-from omni_core.runtime import Runtime
+from omni_core.runtime import Runtime, ThreadHandle
 
 PIECE_BYTES = 64 << 20
 """What a thread commits between two looks at the others."""
@@ -58,9 +58,10 @@ def pretouch(
     work = _Work(pieces, runtime, commit)
     tell = on_progress or (lambda _: None)
     num_threads = min(MAX_THREADS, os.cpu_count() or 1, len(pieces))
-    handles = [runtime.spawn(f"omni-core-pretouch-{number}", work.run) for number in range(num_threads)]
-    tell(work.progress)
+    handles: list[ThreadHandle] = []
     try:
+        handles.extend(runtime.spawn(f"omni-core-pretouch-{number}", work.run) for number in range(num_threads))
+        tell(work.progress)
         last_done, last_s = 0, runtime.monotonic_s()
         while not work.wait_ended(_PROGRESS_S):
             progress, now_s = work.progress, runtime.monotonic_s()

@@ -67,12 +67,17 @@ class HostPlan:
     caches_per_host: int = 1
     device_is_host: bool = False
     """Whether the rings lie in host memory, as on a CPU."""
-    pretouch_bytes: int = 0
-    """Of one cache's pool, committed at start."""
+    pretouched_keys: tuple[str, ...] = ()
+    """Keys whose rows are committed at start."""
     sink_queue_bytes: int = 0
     """Rows of one stage that may wait for its sink."""
     sink_bytes: int = 0
     """What one stage's sink itself may hold in memory."""
+
+    @property
+    def pretouch_bytes(self) -> int:
+        """Rows of one cache that are committed at start."""
+        return sum(self.cache.pool_bytes[key] for key in self.pretouched_keys)
 
     @property
     def start_bytes(self) -> int:
@@ -145,13 +150,13 @@ class StageSizes:
             cache,
             caches_per_host=config.caches_per_host,
             device_is_host=self.device_is_host,
-            pretouch_bytes=sum(cache.pool_bytes[key] for key in self._pretouched) if config.pretouch else 0,
+            pretouched_keys=tuple(self._known_keys) if config.pretouch else (),
             sink_queue_bytes=self.sink_queue_bytes,
             sink_bytes=self.sink_bytes,
         )
 
     @property
-    def _pretouched(self) -> list[str]:
+    def _known_keys(self) -> list[str]:
         """Keys whose rows are known at start: hidden rows, layers, and what the configuration declares."""
         return [key for key in self.stored_row_bytes if key not in self.row_bytes or key in self.config.key_rows]
 

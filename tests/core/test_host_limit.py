@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from omni_core.prefix_cache.host_limit import HostLimit, HostMemory, host_limit, host_memory
+from omni_core.prefix_cache.host_limit import HostLimit, HostMemory, host_memory
 
 GIB = 1 << 30
 
@@ -79,7 +79,6 @@ def test_the_machine_may_have_less_free_than_the_group(tmp_path):
 def test_a_system_that_tells_nothing_has_no_limit(tmp_path):
     nowhere = tmp_path / "nothing"
     assert host_memory(nowhere, nowhere) == HostMemory(None, None)
-    assert host_limit(nowhere, nowhere) is None
 
 
 def test_this_machine_has_a_limit_and_something_free():

@@ -29,8 +29,6 @@ _MEMORY_SETTINGS = frozenset(
         "device_staging_bytes",
         "max_recycled_bytes",
         "sink_queue_bytes",
-        "pretouch",
-        "pin_chunk_bytes",
     }
 )
 """Stage settings that change what a stage costs."""
@@ -92,6 +90,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         if setting.name in _MEMORY_SETTINGS:
             shown = "10,20" if setting.name == "layers" else "VALUE"
             stage.add_argument(f"--{setting.name.replace('_', '-')}", metavar=shown, help=setting.kind.rule)
+    stage.add_argument("--pretouch", action="store_true", help="known keys' rows are committed at start")
     stage.add_argument("--sink-bytes", type=_size, metavar="SIZE", help="most memory the sink holds rows in")
     add_setting_sources(parser)
 

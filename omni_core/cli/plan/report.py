@@ -67,7 +67,7 @@ def as_json(report: PlanReport) -> dict[str, Any]:
         "sink_queue_bytes": plan.sink_queue_bytes,
         "sink_bytes": plan.sink_bytes,
         "device_is_host": plan.device_is_host,
-        "pretouch_bytes": plan.pretouch_bytes,
+        "pretouched_keys": list(plan.pretouched_keys),
         "start_bytes": plan.start_bytes,
         "most_bytes": plan.most_bytes,
         "device_bytes": plan.cache.device_bytes,
@@ -141,14 +141,13 @@ def _stage_as_json(sizes: StageSizes) -> dict[str, Any]:
 def _cost_rows(plan: HostPlan) -> Iterator[tuple[str, ...]]:
     cache = plan.cache
     device = "host (CPU)" if plan.device_is_host else "device"
-    pretouched = plan.pretouch_bytes > 0
     rows = [
         ("staging pages", "host, pinned", _AT_START, cache.staging_bytes),
         ("snapshot ring", device, _AT_START, cache.snapshot_ring_bytes),
         ("bounce buffers", "host, pinned", _AT_START, cache.bounce_bytes),
         ("deferred ring", device, _AT_START, cache.deferred_ring_bytes),
         *(
-            (f"rows of {key}", "host", f"{_AS_USED}{' or at start' if pretouched else ''}", nbytes)
+            (f"rows of {key}", "host", _AT_START if key in plan.pretouched_keys else _AS_USED, nbytes)
             for key, nbytes in cache.pool_bytes.items()
         ),
         *((f"tables of {key}", "host", _AS_USED, nbytes) for key, nbytes in cache.key_table_bytes.items()),

@@ -78,6 +78,7 @@ def planned_stage(
             extra_step_bytes=settings.extra_step_bytes,
             device_staging_bytes=settings.device_staging_bytes,
             max_recycled_bytes=settings.max_recycled_bytes,
+            pretouch=args.pretouch,
             caches_per_host=args.caches_per_host,
         )
     except InvalidConfigError as error:
