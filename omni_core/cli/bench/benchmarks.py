@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from omni_core.cli.bench import contention, deferred, engine_step, first_save, hit_read, instructions, scale
+from omni_core.cli.bench import contention, deferred, engine_step, first_save, hit_read, instructions, scale, serving
 from omni_core.cli.bench.machine import machine_facts
 from omni_core.cli.bench.plan import Plan
 from omni_core.cli.bench.plots import Chart
@@ -47,6 +47,7 @@ BENCHMARKS = (
     Benchmark("scale", "a step against sizes it should not depend on", scale.measure, scale.TARGETS, scale.CHARTS),
     Benchmark("contention", "a step beside builder threads", contention.measure, contention.TARGETS, contention.CHARTS),
     Benchmark("instructions", "machine instructions of a step", instructions.measure, instructions.TARGETS),
+    Benchmark("vllm", "a real engine with Omni Core and without", serving.measure, serving.TARGETS, serving.CHARTS),
 )
 BY_NAME = {benchmark.name: benchmark for benchmark in BENCHMARKS}
 

@@ -19,6 +19,7 @@ from omni_core.cli.tables import JSON, add_format_argument, print_json
 
 EXIT_FAILED = 1
 ALL = "all"
+SECONDS_PER_MINUTE = 60
 
 
 def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -44,6 +45,14 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--skip", action="append", choices=tuple(BY_NAME), default=[], metavar="NAME", help=f"leave it out of {ALL}"
     )
+    parser.add_argument(
+        "--limit-minutes",
+        type=_positive,
+        default=40.0,
+        metavar="N",
+        help="how long vllm goes on at most until its ratios are known within 2 %% (%(default)g)",
+    )
+    parser.add_argument("--model", type=Path, metavar="PATH", help="a model directory for vllm, in place of the demo's")
     parser.add_argument("--out", type=Path, metavar="DIR", help="also write JSON, a Markdown page and plots there")
     add_format_argument(parser)
     parser.set_defaults(run=run)
@@ -58,7 +67,8 @@ def run(args: argparse.Namespace) -> int:
     if args.name == ALL:
         documents = [_in_child(name, args) for name in BY_NAME if name not in args.skip]
     else:
-        plan = Plan(args.quick, None if peer_folder is None else PeerPackage(peer_folder))
+        peer = None if peer_folder is None else PeerPackage(peer_folder)
+        plan = Plan(args.quick, peer, args.limit_minutes * SECONDS_PER_MINUTE, args.model)
         documents = [run_benchmark(BY_NAME[args.name], plan)]
     measured = [document for document in documents if document is not None]
     if args.format == JSON:
@@ -74,6 +84,8 @@ def run(args: argparse.Namespace) -> int:
 def _in_child(name: str, args: argparse.Namespace) -> dict[str, Any] | None:
     """One benchmark in a fresh process, so that it inherits no memory and no threads; `None` if it failed."""
     options = [option for option, given in (("--peer", args.peer), ("--quick", args.quick)) if given]
+    options += ["--limit-minutes", str(args.limit_minutes)]
+    options += [] if args.model is None else ["--model", str(args.model)]
     done = subprocess.run(
         [sys.executable, "-P", "-m", "omni_core.cli.main", "bench", name, "--format", JSON, *options],
         stdin=subprocess.DEVNULL,
@@ -85,6 +97,13 @@ def _in_child(name: str, args: argparse.Namespace) -> dict[str, Any] | None:
         return None
     document: dict[str, Any] = json.loads(done.stdout)
     return document
+
+
+def _positive(text: str) -> float:
+    number = float(text)
+    if not 0 < number < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+    return number
 
 
 def _say_failure(form: str, message: str) -> int:

@@ -94,7 +94,7 @@ def measure(plan: Plan) -> Measured:
     ):
         say(f"deferred: {budget}")
         rows.extend(_measure_budget(plan, replace(shape, device_staging_bytes=steps * step_bytes), budget, blocks))
-    return Measured(tuple(rows), (*plan.notes, *NOTES))
+    return Measured(tuple(rows), (*plan.notes_beside_peer, *NOTES))
 
 
 def _measure_budget(plan: Plan, shape: StageShape, budget: str, blocks: int) -> list[Row]:

@@ -80,7 +80,7 @@ def measure(plan: Plan) -> Measured:
         rows.extend(run.rows())
         busy[num_requests] = run.busy
     rows.append(_slope({size: samples for size, samples in busy.items() if size <= SLOPE_MOST_REQUESTS}))
-    return Measured(tuple(rows), (*plan.notes, *NOTES))
+    return Measured(tuple(rows), (*plan.notes_beside_peer, *NOTES))
 
 
 class _BatchSize:

@@ -41,7 +41,7 @@ def measure(plan: Plan) -> Measured:
                 if isinstance(side, OurStage) or number < peer_rounds:
                     _measure_stage(side, shape, samples, number)
     rows = [_row(samples, name, num_blocks) for name in (OURS, *plan.peer_names)]
-    return Measured(tuple(rows), (*plan.notes, *NOTES))
+    return Measured(tuple(rows), (*plan.notes_beside_peer, *NOTES))
 
 
 def _measure_stage(side: Stage, shape: StageShape, samples: Samples, number: int) -> None:

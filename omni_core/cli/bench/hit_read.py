@@ -63,7 +63,7 @@ def measure(plan: Plan) -> Measured:
     for hit_tokens in QUICK_HIT_TOKENS if plan.quick else HIT_TOKENS:
         say(f"hit-read: {hit_tokens} tokens")
         rows.extend(_measure_length(plan, hit_tokens))
-    return Measured(tuple(rows), (*plan.notes, *NOTES))
+    return Measured(tuple(rows), (*plan.notes_beside_peer, *NOTES))
 
 
 def _measure_length(plan: Plan, hit_tokens: int) -> list[Row]:

@@ -16,6 +16,7 @@ from omni_core.cli.bench.peer.stage import PeerMode, PeerStage
 from omni_core.cli.bench.stage import OurStage, Stage
 from omni_core.cli.bench.threads import MeteredRuntime
 
+QUICK = "a quick run: it shows the form, its figures mean nothing"
 NO_PEER = "the peer was not measured (no --peer)"
 
 
@@ -43,10 +44,12 @@ class Plan:
     @property
     def notes(self) -> tuple[str, ...]:
         """What a reader of any figure must know of this run."""
-        notes = [NO_PEER] if self.peer is None else []
-        if self.quick:
-            notes.append("a quick run: it shows the form, its figures mean nothing")
-        return tuple(notes)
+        return (QUICK,) if self.quick else ()
+
+    @property
+    def notes_beside_peer(self) -> tuple[str, ...]:
+        """The same, where the peer could have been measured."""
+        return self.notes if self.peer is not None else (*self.notes, NO_PEER)
 
     @contextmanager
     def sides(self, shape: StageShape, runtime: MeteredRuntime, *, deliver_all: bool = True) -> Iterator[list[Stage]]:
