@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from modelled_cache import FURTHER_KEYS, MAX_TOKENS, NUM_BLOCKS, ModelledCache
-from small_engine import SmallEngine, pick
+from small_engine import ADAPTERS, SmallEngine, pick
 
 from omni_core.prefix_cache.errors import (
     BlockSizeMismatchError,
@@ -28,6 +28,8 @@ from omni_core.prefix_cache.events import RequestEvent, RequestEventKind, StepEv
 
 ONE_ROW = {"num_tokens_unpadded": 1, "num_tokens_padded": 1}
 RIGHT_LAYOUT = {"starts": [0, 1], "positions": [0], "slots": [0], "num_draft_tokens": [0]}
+NEW_WEIGHTS = (None, *ADAPTERS)
+"""The weights, or an adapter."""
 WRONG_STEPS = (
     (LayoutMismatchError, {"starts": [0, 2]}),
     (LayoutMismatchError, {"positions": [-1]}),
@@ -114,12 +116,14 @@ class CacheMachine(RuleBasedStateMachine):
         self.begin(plan)
         self.save(saving)
 
-    @rule(plan=plans, then=st.integers(0, 5), which=few, saving=savings)
+    @rule(plan=plans, then=st.integers(0, 6), which=few, saving=savings)
     def step_meanwhile(self, plan, then, which, saving):
         """The forward is lost, or a consumer comes between announcement and save."""
         self.begin(plan)
         if then == 0:
             self.engine.lose()
+        elif then == 6:
+            self.both.bump(pick(NEW_WEIGHTS, which))
         elif self.both.open:
             (self.both.discard if then == 1 else self.both.materialize)(pick(self.both.open, which))
         self.save(saving)
@@ -182,7 +186,19 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(
         what=st.sampled_from(
-            ["hold", "hold", "hold", "flush", "flush", "take partial", "take partial", "reset", "fail", *["misuse"] * 6]
+            [
+                "hold",
+                "hold",
+                "hold",
+                "flush",
+                "flush",
+                "take partial",
+                "take partial",
+                "reset",
+                "fail",
+                *["new weights"] * 3,
+                *["misuse"] * 6,
+            ]
         ),
         which=st.integers(0, 41),
     )
@@ -196,6 +212,8 @@ class CacheMachine(RuleBasedStateMachine):
             self.both.take_partial_requests()
         elif what == "reset":
             assert self.both.reset() is None
+        elif what == "new weights":
+            self.both.bump(pick(NEW_WEIGHTS, which))
         elif what == "fail":
             self.begin([("go_on", 0, 2, 0, 0)])
             if self.engine.plan.runs:

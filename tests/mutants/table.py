@@ -8,8 +8,17 @@ from mutants.lifecycle import LIFECYCLE
 from mutants.model import Mutant
 from mutants.tenancies_and_reads import TENANCIES_AND_READS
 from mutants.values import VALUES
+from mutants.weight_versions import WEIGHT_VERSIONS
 
-MUTANTS: tuple[Mutant, ...] = (*TENANCIES_AND_READS, *LANDING, *DEFERRED_ROWS, *LIFECYCLE, *VALUES, *BACKEND)
+MUTANTS: tuple[Mutant, ...] = (
+    *TENANCIES_AND_READS,
+    *WEIGHT_VERSIONS,
+    *LANDING,
+    *DEFERRED_ROWS,
+    *LIFECYCLE,
+    *VALUES,
+    *BACKEND,
+)
 
 LISTED_BUGS = (
     "version not bumped",

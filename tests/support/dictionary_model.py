@@ -32,6 +32,7 @@ class DictionaryModel:
         """Request id → token of its life; the same for every version of its content."""
         self.steps = {}
         self.under_way = None
+        self.new_weights = []
         self.partial = {}
         self.counts = dict.fromkeys(("saved", "materialized", "discarded", "rows", "from_hits", "failed"), 0)
 
@@ -58,7 +59,7 @@ class DictionaryModel:
             source = self.blocks[copy.source_block_id]
             readable = source.rows if source.private_to is None else {}
             copied = {offset: dict(rows) for offset, rows in readable.items() if offset < stop}
-            self.blocks[copy.destination_block_id] = Block(rows=copied)
+            self.blocks[copy.destination_block_id] = Block(rows=copied, adapter=source.adapter)
         copied_onto = {copy.destination_block_id for copy in events.block_copies}
         digests = {filled.block_id: filled.digest for filled in events.filled_blocks}
         for event in events.requests:
@@ -77,10 +78,15 @@ class DictionaryModel:
                 digest = event.block_digests[kept] if event.block_digests else 0
                 block = self.blocks[event.block_ids[kept]]
                 block.digest, block.private_to = digest, self.owners.setdefault(event.req_id, object())
+        for event in events.requests:
+            if event.kind in (Kind.STARTED, Kind.RESUMED, Kind.REPLACED) and event.block_ids:
+                self._fill(event)
         self.under_way = []
         for event in events.requests:
             if event.kind is Kind.EXTENDED and event.req_id in self.live:
                 self.live[event.req_id].table += self._places(event.block_ids)
+                for block_id in event.block_ids:
+                    self.blocks[block_id].adapter = self.live[event.req_id].adapter
         for event in events.requests:
             if event.kind in (Kind.STARTED, Kind.RESUMED, Kind.REPLACED):
                 self._enter(event)
@@ -88,7 +94,45 @@ class DictionaryModel:
     def end_unsaved_step(self):
         for read in self.under_way or ():
             self._owe(read.life, read.places)
+        self._step_is_over()
+
+    def _step_is_over(self):
         self.under_way = None
+        for adapter in self.new_weights:
+            self._forget_old(adapter)
+        self.new_weights = []
+
+    def bump(self, adapter):
+        """Rows that become absent, by key; those of a step under way go with it. `adapter=None`: the weights."""
+        if self.under_way is None:
+            return self._forget_old(adapter)
+        if adapter in self.new_weights or None in self.new_weights:
+            return dict.fromkeys(self.keys, 0)
+        self.new_weights.append(adapter)
+        return self._count(adapter)
+
+    def _count(self, adapter):
+        blocks = [block for block in self.blocks.values() if adapter in (None, block.adapter)]
+        return {key: sum(key in rows for block in blocks for rows in block.rows.values()) for key in self.keys}
+
+    def _forget_old(self, adapter):
+        counted = self._count(adapter)
+        for block in self.blocks.values():
+            if adapter in (None, block.adapter):
+                block.rows.clear()
+        return counted
+
+    def _fill(self, event):
+        """The blocks behind a hit are the request's own; so is the one that the hit ends inside."""
+        adapter = self._adapter_of(event)
+        for block_id in event.block_ids[self._blocks_of(event.num_computed_tokens) :]:
+            self.blocks[block_id].adapter = adapter
+        whole, rest = divmod(event.num_computed_tokens, self.block_size)
+        if rest and self.blocks[event.block_ids[whole]].adapter != adapter:
+            self.blocks[event.block_ids[whole]] = Block(adapter=adapter)
+
+    def _adapter_of(self, event):
+        return self.live[event.req_id].adapter if event.req_id in self.live else event.adapter_id
 
     def _enter(self, event):
         req_id, hit = event.req_id, event.num_computed_tokens
@@ -96,6 +140,7 @@ class DictionaryModel:
             self._refuse(req_id, RequestEventError)
             return
         life = self.live.get(req_id)
+        adapter = self._adapter_of(event)
         known = [] if life is None else [place.tenancy for place in life.table if place.withheld]
         if event.kind is Kind.REPLACED and life is not None:
             life.replaced = True
@@ -118,10 +163,10 @@ class DictionaryModel:
             else:
                 place.withheld = digest not in (0, block.digest)
             # Rows it was kept from once stay others', whatever digest the block is told to get when it is filled.
-            place.withheld = place.withheld or any(block is each for each in known)
+            place.withheld = place.withheld or any(block is each for each in known) or block.adapter != adapter
         written = self._blocks_of(hit) * self.block_size
         if life is None:
-            life = self.live[req_id] = Life(req_id, table, hit, hit, hit, written)
+            life = self.live[req_id] = Life(req_id, table, hit, hit, hit, written, adapter)
             wanted = range(hit)
         else:
             if life.draft_floor < life.next and not event.num_known_tokens:
@@ -194,6 +239,7 @@ class DictionaryModel:
                 saved.life.written = saved.run.last
         self.steps[step_id] = step
         self.counts["saved"] += 1
+        self._step_is_over()
 
     def _judge(self, run, life, step):
         if life is None:

@@ -9,6 +9,8 @@ class Block:
     """The present tenancy of one KV block."""
 
     digest: int = 0
+    adapter: int = 0
+    """Whose rows it holds: those of the request that fills it."""
     private_to: object = None
     """Whose rows of content that the block's hash may not stand for it holds: a token of one life of a request id."""
     rows: dict = field(default_factory=dict)
@@ -35,6 +37,7 @@ class Life:
     draft_floor: int
     written: int
     """Below it, rows may lie in the request's blocks that are not of its content; a run there replaces them whole."""
+    adapter: int = 0
     missing: set = field(default_factory=set)
     error: type | None = None
     backs_off: bool = False

@@ -231,6 +231,12 @@ class ModelledCache:
             self._consume(step_id, StepAlreadyDiscardedError)
         return report.failure_cleared
 
+    def bump(self, adapter):
+        """`adapter=None`: the weights."""
+        cache = self.cache
+        report = cache.bump_weight_version() if adapter is None else cache.bump_adapter_version(adapter)
+        assert dict(report.rows_absent) == self.model.bump(adapter)
+
     def take_partial_requests(self):
         found = [(report.req_id, report.missing) for report in self.cache.take_partial_requests()]
         expected = [(req_id, ranges_of(missing)) for req_id, missing in self.model.take_partial()]

@@ -17,6 +17,7 @@ MOST_LIVE = 3
 REQ_IDS = ("a", "b", "c", "d")
 """Few, so that ids are used again soon."""
 STRANGER = "stranger"
+ADAPTERS = (7, 8)
 
 
 def pick(choices, number):
@@ -257,7 +258,10 @@ class SmallEngine:
         scheduled = (stop - hit, 0, 1)[way % 3]
         self.plan.copies += copies
         told_known = 0 if way % 7 == 6 else known
-        self.plan.events.append(RequestEvent(kind, req_id, block_ids, hit, scheduled, told_known, digests))
+        # Of a request that is live it means nothing.
+        adapter = (0, 0, *ADAPTERS)[way // 2 % 4]
+        event = RequestEvent(kind, req_id, block_ids, hit, scheduled, told_known, digests, adapter)
+        self.plan.events.append(event)
         self.live[req_id] = Request(req_id, list(block_ids), hit, known)
         self._run(self.live[req_id], hit, stop, 0, 0)
 
