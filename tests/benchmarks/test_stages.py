@@ -125,11 +125,13 @@ def test_the_peer_is_loaded_alone_and_leaves_no_trace():
         "import sys\n"
         "from omni_core.cli.bench.peer.install import install_peer, peer_home\n"
         "from omni_core.cli.bench.peer.package import PeerPackage\n"
-        "import torch\n"
+        "import torch, types\n"
         "before = torch.cuda.Event, torch.empty\n"
+        "theirs = sys.modules['vllm_omni'] = types.ModuleType('vllm_omni')\n"
         "package = PeerPackage(install_peer(peer_home()))\n"
         "assert package.exported.OmniPrefixCacheManager is not None\n"
         "assert (torch.cuda.Event, torch.empty) == before\n"
+        "assert sys.modules.pop('vllm_omni') is theirs\n"
         "print([name for name in sys.modules if name.partition('.')[0] in ('vllm', 'vllm_omni')])\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)

@@ -79,7 +79,9 @@ def measure(plan: Plan) -> Measured:
         run.measure()
         rows.extend(run.rows())
         busy[num_requests] = run.busy
-    rows.append(_slope({size: samples for size, samples in busy.items() if size <= SLOPE_MOST_REQUESTS}))
+    sloped = {size: samples for size, samples in busy.items() if size <= SLOPE_MOST_REQUESTS}
+    if len(sloped) > 1:
+        rows.append(_slope(sloped))
     return Measured(tuple(rows), (*plan.notes_beside_peer, *NOTES))
 
 
