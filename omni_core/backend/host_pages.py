@@ -6,6 +6,7 @@ Linux; elsewhere address space is reserved as the system has it, and pages are b
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import functools
@@ -36,7 +37,8 @@ def reserve_pages(nbytes: int, *, overcommit: bool) -> torch.Tensor:
 
     Args:
         nbytes: at least 1.
-        overcommit: whether more may be reserved than the machine has. `False` lets the operating system refuse at once
+        overcommit: whether more may be reserved than the machine has, to be filled page by page; huge pages, of which
+            one touched byte takes 2 MiB, are then declined. `False` lets the operating system refuse at once
             what it could never give, instead of killing the process when the pages are touched.
 
     Raises:
@@ -47,6 +49,9 @@ def reserve_pages(nbytes: int, *, overcommit: bool) -> torch.Tensor:
         reserved = mmap.mmap(-1, nbytes, flags=flags)
     except (OSError, OverflowError) as error:
         raise MemoryError(f"the operating system refused {nbytes} bytes of address space ({error})") from error
+    if overcommit and sys.platform == "linux":
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            reserved.madvise(mmap.MADV_NOHUGEPAGE)
     with torch.inference_mode(False):  # an inference tensor could not be written by other threads
         return torch.frombuffer(reserved, dtype=torch.uint8)
 

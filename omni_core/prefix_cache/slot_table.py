@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from omni_core.prefix_cache.errors import SlotOutOfRangeError
+from omni_core.prefix_cache.lazy_tables import zero_table
 
 Slots = npt.NDArray[np.int64]
 WriteIds = npt.NDArray[np.int64]
@@ -50,21 +51,21 @@ class SlotTable:
         """The last id given out, to a write or a tenancy."""
         self.last_write_id = ABSENT
         """The last id given out to a write."""
-        self._tenancy_floor: WriteIds = np.zeros(num_blocks, np.int64)
-        self._digests: Digests = np.zeros(num_blocks, np.uint64)
-        self._private_to: npt.NDArray[np.int64] = np.zeros(num_blocks, np.int64)
+        self._tenancy_floor: WriteIds = zero_table(num_blocks, np.int64)
+        self._digests: Digests = zero_table(num_blocks, np.uint64)
+        self._private_to: npt.NDArray[np.int64] = zero_table(num_blocks, np.int64)
         self._any_digest = False
-        self._row_floor: WriteIds = np.zeros(self.num_slots, np.int64)
+        self._row_floor: WriteIds = zero_table(self.num_slots, np.int64)
         self._any_expired = False
-        self._version_floor: WriteIds = np.zeros(num_blocks, np.int64)
+        self._version_floor: WriteIds = zero_table(num_blocks, np.int64)
         self._any_version = False
-        self._adapters: npt.NDArray[np.int64] = np.zeros(num_blocks, np.int64)
+        self._adapters: npt.NDArray[np.int64] = zero_table(num_blocks, np.int64)
         self.any_adapter = False
         """Whether an adapter ever filled a block."""
-        self._pins: npt.NDArray[np.int32] = np.zeros(self.num_slots, np.int32)
+        self._pins: npt.NDArray[np.int32] = zero_table(self.num_slots, np.int32)
         self._latest: dict[str, WriteIds] = {}
         self._stamp: dict[str, WriteIds] = {}
-        self._mark: npt.NDArray[np.bool_] = np.zeros(self.num_slots, np.bool_)
+        self._mark: npt.NDArray[np.bool_] = zero_table(self.num_slots, np.bool_)
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -96,7 +97,7 @@ class SlotTable:
 
     def new_key_tables(self) -> tuple[WriteIds, WriteIds]:
         """Zeroed claim and stamp tables for one key. No lock needed; memory is committed as slots are used."""
-        return np.zeros(self.num_slots, np.int64), np.zeros(self.num_slots, np.int64)
+        return zero_table(self.num_slots, np.int64), zero_table(self.num_slots, np.int64)
 
     def add_key(self, key: str, tables: tuple[WriteIds, WriteIds]) -> None:
         """Begin to track `key` with tables from `new_key_tables`."""

@@ -78,6 +78,8 @@ def test_fault_087_planned_reported_and_real_pinned_bytes_are_the_same():
         assert planned.pinned_bytes == stats.memory.pinned_bytes == stats.pinned_bytes == rig.backend.pinned_bytes
         assert planned.device_bytes == stats.device_bytes == rig.backend.device_bytes
         assert stats.memory.bounce_bytes == planned.bounce_bytes > 0
+        sizes = [planned.staging_bytes // 4] * 4 + [planned.bounce_bytes // 2] * 2
+        assert rig.backend.num_pins == sum(-(-nbytes // CHUNK) for nbytes in sizes) > len(sizes)
 
 
 @pytest.mark.parametrize("refused", [1, 9, 20])
