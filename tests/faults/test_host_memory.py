@@ -72,7 +72,7 @@ def test_fault_085_without_pieces_a_refused_page_names_the_size_and_the_setting(
 
 def test_fault_087_planned_reported_and_real_pinned_bytes_are_the_same():
     with deferred_rigs() as make:
-        rig = make(backend_options={"report_arenas_as_pinned": True}, **ARENA_SETTINGS)
+        rig = make(budget_bytes=1 << 20, backend_options={"report_arenas_as_pinned": True}, **ARENA_SETTINGS)
         planned = plan_cache(rig.config, {HIDDEN_KEY: 12}, has_deferred=True)
         stats = rig.cache.stats()
         assert planned.pinned_bytes == stats.memory.pinned_bytes == stats.pinned_bytes == rig.backend.pinned_bytes
