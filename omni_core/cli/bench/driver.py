@@ -75,6 +75,8 @@ class Driver:
         """Begin to count anew, after a warm-up."""
         self.held_back = self.staging_full = 0
         self.engine_cpu_s = 0.0
+        if isinstance(self.stage, OurStage):
+            self.stage.layout_s.clear()
 
     def close(self) -> None:
         """End the builders."""

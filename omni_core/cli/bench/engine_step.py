@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 
+import numpy as np
+
 from omni_core.cli.bench.driver import FLOOR, Driver, comparison
 from omni_core.cli.bench.engine_batch import DecodeBatch, StageShape
 from omni_core.cli.bench.floors import Copies
@@ -63,6 +65,8 @@ NOTES = (
     "threads copy and store; before a step the driver waits, untimed, until the builder has left two staging slots "
     "free (held_back: how often)",
     "staging_full: steps that began with every staging slot in use all the same, because the committer was late",
+    "layout_us: the median of the part of ours that finds the step's slots in the block table; it is the benchmark's "
+    "own code, in the place of the runner's",
     f"{REST}: the same with every other thread idle; {TAKING}: on an idle machine, release included",
     "floor: one clone and one staging copy of the step's bytes, for materialize one copy; one thread, everything warm",
     "ratio: ours over the floor; peer_..._ratio: the peer over ours, of the rounds that have both",
@@ -145,9 +149,11 @@ class _BatchSize:
 
     def _count(self, ours: Driver) -> None:
         steps = self.busy.count(OURS)
+        layout_s = ours.stage.layout_s if isinstance(ours.stage, OurStage) else [0.0]
         self._counts = {
             "staging_full": ours.staging_full,
             "held_back": ours.held_back,
+            "layout_us": float(np.median(layout_s)) * US_PER_S,
             "engine_cpu_us": ours.engine_cpu_s / steps * US_PER_S,
             "committer_cpu_us": self._committer_s / steps * US_PER_S,
             "committer_ratio": self._committer_s / ours.engine_cpu_s,

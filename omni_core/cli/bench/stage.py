@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 
 import numpy as np
@@ -103,6 +104,8 @@ class OurStage(Stage):
             )
         )
         self._deliver_all = deliver_all
+        self.layout_s: list[float] = []
+        """What finding the slots of each step took, inside `save_step`: the benchmark's own part of it."""
         self._req_ids: dict[int, tuple[str, ...]] = {}
 
     def prepare(self, step: EngineStep) -> None:
@@ -164,6 +167,7 @@ class OurStage(Stage):
 
     def _layout(self) -> StepLayout:
         """Where the step's rows belong, from the batch's block table. Inside `save_outputs`, so it is timed."""
+        began = time.perf_counter()
         batch = self._step.batch
         scheduled = batch.num_scheduled
         starts = np.zeros(len(scheduled) + 1, np.int64)
@@ -171,7 +175,9 @@ class OurStage(Stage):
         row = np.repeat(np.arange(len(scheduled)), scheduled)
         positions = np.arange(starts[-1]) + (batch.num_computed - starts[:-1])[row]
         slots = batch.block_table[row, positions // BLOCK_SIZE].astype(np.int64) * BLOCK_SIZE + positions % BLOCK_SIZE
-        return StepLayout(batch.req_ids, starts, positions, slots)
+        layout = StepLayout(batch.req_ids, starts, positions, slots)
+        self.layout_s.append(time.perf_counter() - began)
+        return layout
 
 
 class OurRows(Delivered):
