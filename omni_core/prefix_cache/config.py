@@ -110,7 +110,7 @@ class PrefixCacheConfig:
         if not isinstance(self.key_rows, Mapping) or not all(
             isinstance(key, str) and isinstance(spec, RowSpec) for key, spec in self.key_rows.items()
         ):
-            raise InvalidConfigError(f"key_rows={self.key_rows!r}: must map names of keys to a RowSpec each")
+            raise InvalidConfigError(f"key_rows={self.key_rows!r}: must be a mapping of key names to a RowSpec each")
         if HIDDEN_KEY in self.key_rows:
             raise InvalidConfigError(f"key_rows names {HIDDEN_KEY!r}: its rows are hidden_size and hidden_dtype")
         if not isinstance(self.delivery, Delivery):

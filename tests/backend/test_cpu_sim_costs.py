@@ -167,6 +167,7 @@ def test_a_step_takes_one_lock_per_call_and_makes_nothing(make_sim) -> None:
         ("copy_parts", True),
         ("pin_seconds_per_byte", -0.1),
         ("max_pinned_bytes", -1),
+        ("max_pin_bytes", 0),
         ("close_timeout_s", True),
     ],
 )

@@ -9,7 +9,9 @@ import torch
 from cache_rig import new
 from row_values import assert_rows
 
-from omni_core.prefix_cache.config import PrefixCacheConfig
+from omni_core.backend.host_pages import PAGE_BYTES
+from omni_core.prefix_cache.block_pool import RowSpec
+from omni_core.prefix_cache.config import HIDDEN_KEY, PrefixCacheConfig
 from omni_core.prefix_cache.errors import InvalidConfigError
 from omni_core.prefix_cache.gate_facts import StageKind
 from omni_core.prefix_cache.policy import MODEL_POLICY_ATTRIBUTE, ModelCachePolicy
@@ -24,7 +26,13 @@ BAD_SETTINGS = [
     ],
     *[
         (name, value)
-        for name in ("extra_row_bytes", "extra_step_bytes", "max_recycled_bytes", "max_partial_reports")
+        for name in (
+            "extra_row_bytes",
+            "extra_step_bytes",
+            "max_recycled_bytes",
+            "max_partial_reports",
+            "pin_chunk_bytes",
+        )
         for value in (-1, False, 0.5, None)
     ],
     *[
@@ -34,6 +42,10 @@ BAD_SETTINGS = [
     ],
     ("hidden_dtype", "float32"),
     ("hidden_dtype", None),
+    ("pin_chunk_bytes", PAGE_BYTES + 1),
+    ("pretouch", 1),
+    ("key_rows", None),
+    ("key_rows", {"codes": 16}),
 ]
 
 
@@ -51,6 +63,11 @@ def test_sizes_follow_from_the_settings():
     assert config.hidden_row_bytes == 12
     assert config.staging_arena_bytes == 32 * (12 + 10) + 100
     assert config.pool_bytes(12) == 32 * 12
+
+
+def test_hidden_rows_are_not_declared_a_second_time():
+    with pytest.raises(InvalidConfigError, match="key_rows names '__hidden_states__'"):
+        PrefixCacheConfig(**GOOD, key_rows={HIDDEN_KEY: RowSpec((6,), torch.bfloat16)})
 
 
 def test_a_config_cannot_be_changed():

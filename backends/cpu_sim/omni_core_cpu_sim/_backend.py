@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -15,7 +14,6 @@ from omni_core.backend.base import Capabilities, DeviceBackend, DeviceInfo, Even
 from omni_core.backend.errors import (
     BackendError,
     BackendFeatureUnsupportedError,
-    BackendOptionError,
     DeviceWaitTimeoutError,
 )
 from omni_core.backend.observer import DeviceObserver
@@ -25,6 +23,7 @@ from omni_core_cpu_sim._copier import Copier, CopyCost
 from omni_core_cpu_sim._gate import CopyGate
 from omni_core_cpu_sim._graph import CaptureSizePadding
 from omni_core_cpu_sim._memory import MemoryBooks, PinDriver, SimPinnedArena, SimSnapshotRing, poisoned_buffer
+from omni_core_cpu_sim._options import check_integer, check_number
 from omni_core_cpu_sim._streams import CallerStream, WorkerStream
 
 
@@ -70,17 +69,17 @@ class CpuSimBackend(DeviceBackend):
         observer: DeviceObserver | None = None,
     ) -> None:
         super().__init__(runtime)
-        _check_number("copy_latency_s", copy_latency_s)
-        _check_number("copy_bandwidth_bytes_per_s", copy_bandwidth_bytes_per_s)
-        _check_integer("copy_parts", copy_parts, at_least=1)
-        _check_number("pin_seconds_per_byte", pin_seconds_per_byte)
+        check_number("copy_latency_s", copy_latency_s)
+        check_number("copy_bandwidth_bytes_per_s", copy_bandwidth_bytes_per_s)
+        check_integer("copy_parts", copy_parts, at_least=1)
+        check_number("pin_seconds_per_byte", pin_seconds_per_byte)
         if max_pinned_bytes is not None:
-            _check_integer("max_pinned_bytes", max_pinned_bytes, at_least=0)
+            check_integer("max_pinned_bytes", max_pinned_bytes, at_least=0)
         if max_pin_bytes is not None:
-            _check_integer("max_pin_bytes", max_pin_bytes, at_least=1)
+            check_integer("max_pin_bytes", max_pin_bytes, at_least=1)
         for number in refused_pins:
-            _check_integer("refused_pins", number, at_least=1)
-        _check_number("close_timeout_s", close_timeout_s)
+            check_integer("refused_pins", number, at_least=1)
+        check_number("close_timeout_s", close_timeout_s)
         self._pins = PinDriver(runtime, pin_seconds_per_byte, max_pin_bytes, refused_pins)
         self._max_pinned_bytes = max_pinned_bytes
         self._report_arenas_as_pinned = report_arenas_as_pinned
@@ -296,13 +295,3 @@ class CpuSimBackend(DeviceBackend):
     def _refuse_if_closed(self, call: str) -> None:
         if self._closed:
             raise BackendError(f"{call}: the cpu_sim backend is closed")
-
-
-def _check_number(option: str, value: float) -> None:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < math.inf:
-        raise BackendOptionError(f"cpu_sim: {option}={value!r} must be a finite number of at least 0")
-
-
-def _check_integer(option: str, value: int, *, at_least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
-        raise BackendOptionError(f"cpu_sim: {option}={value!r} must be an integer of at least {at_least}")
