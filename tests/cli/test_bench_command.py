@@ -120,6 +120,13 @@ def test_text_and_files(tmp_path):
         assert "![contention](contention.png)" in page
 
 
+def test_a_page_is_made_of_earlier_runs_too(tmp_path):
+    for name in ("first-save", "contention", "first-save"):
+        printed(name, "--quick", "--out", str(tmp_path))
+    page = (tmp_path / "index.md").read_text()
+    assert [line for line in page.splitlines() if line.startswith("## ")] == ["## first-save", "## contention"]
+
+
 def test_all_runs_each_in_a_process_of_its_own(tmp_path):
     skipped = [option for name in NAMES if name not in ("contention", "first-save") for option in ("--skip", name)]
     document = json.loads(printed("all", "--quick", "--format", "json", "--out", str(tmp_path), *skipped))

@@ -23,7 +23,7 @@ class Chart:
     """Of the file."""
     title: str
     x: str
-    """The field on the horizontal axis: a number, else names side by side."""
+    """The field on the horizontal axis."""
     y: Mapping[str, str]
     """Field → what it is called in the legend. A field no row has is left out."""
     y_label: str
@@ -32,7 +32,7 @@ class Chart:
     group: str | None = None
     """A field whose values get a line each, in place of one line per field."""
     logarithmic: bool = False
-    """Both axes."""
+    """Both axes; else the values of `x` stand side by side, whatever they are."""
 
 
 def can_plot() -> bool:
@@ -53,9 +53,8 @@ def draw(chart: Chart, rows: Sequence[Row], folder: Path) -> Path | None:
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     names = list(dict.fromkeys(point for _, points in lines for point, _, _ in points))
-    numeric = all(isinstance(name, int | float) for name in names)
     for label, points in lines:
-        places = [x if numeric else names.index(x) for x, _, _ in points]
+        places = [x if chart.logarithmic else names.index(x) for x, _, _ in points]
         values = [value for _, value, _ in points]
         errors = [[value - low for _, value, (low, _) in points], [high - value for _, value, (_, high) in points]]
         axes.errorbar(places, values, yerr=errors, label=label, marker="o", capsize=3)
@@ -63,9 +62,8 @@ def draw(chart: Chart, rows: Sequence[Row], folder: Path) -> Path | None:
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
         axes.set_xticks(sorted(names), [f"{name:,}" for name in sorted(names)], minor=False)
-    elif not numeric:
-        axes.set_xticks(range(len(names)), [str(name) for name in names])
-    if not chart.logarithmic:
+    else:
+        axes.set_xticks(range(len(names)), [f"{name:,}" if isinstance(name, int) else str(name) for name in names])
         axes.set_ylim(bottom=0)
     axes.set(title=chart.title, xlabel=chart.x.replace("_", " "), ylabel=chart.y_label)
     axes.grid(visible=True, alpha=0.3)

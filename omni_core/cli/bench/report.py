@@ -32,7 +32,9 @@ def render_text(document: dict[str, Any]) -> str:
 
 def render_markdown(document: dict[str, Any], pictures: Sequence[Path]) -> str:
     """One benchmark as a section of a page."""
-    parts = [f"## {document['benchmark']}", f"{BY_NAME[document['benchmark']].summary.capitalize()}."]
+    load = document["machine"]["load_average"][0]
+    summary = BY_NAME[document["benchmark"]].summary.capitalize()
+    parts = [f"## {document['benchmark']}", f"{summary}. Load average at its start: {load:.2f}."]
     parts.extend(_markdown_table(headers, cells, numbers_from=1) for headers, cells in _tables(document["rows"]))
     parts.extend(f"![{picture.stem}]({picture.name})" for picture in pictures)
     parts.append("\n".join(f"- {note}" for note in document["notes"]))
@@ -42,20 +44,31 @@ def render_markdown(document: dict[str, Any], pictures: Sequence[Path]) -> str:
 
 
 def write_files(documents: Sequence[dict[str, Any]], folder: Path) -> list[str]:
-    """Write each document as JSON, all of them as one Markdown page, and the plots. Returns what could not be done."""
+    """Write each document as JSON, and make a page and plots of every document that lies there, also of earlier runs.
+
+    Returns:
+        What could not be done.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    sections = []
     for document in documents:
-        path = folder / f"{document['benchmark']}.json"
-        path.write_text(json.dumps(document, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-        pictures = []
-        for chart in BY_NAME[document["benchmark"]].charts if can_plot() else ():
-            picture = draw(chart, document["rows"], folder)
-            if picture is not None:
-                pictures.append(picture)
-        sections.append(render_markdown(document, pictures))
-    (folder / "index.md").write_text("\n\n".join([_page_head(documents), *sections]) + "\n", encoding="utf-8")
+        text = json.dumps(document, indent=2, allow_nan=False)
+        _json_path(folder, document["benchmark"]).write_text(text + "\n", encoding="utf-8")
+    paths = [_json_path(folder, name) for name in BY_NAME]
+    there = [json.loads(path.read_text(encoding="utf-8")) for path in paths if path.is_file()]
+    sections = [render_markdown(document, _draw_all(document, folder)) for document in there]
+    (folder / "index.md").write_text("\n\n".join([_page_head(there), *sections]) + "\n", encoding="utf-8")
     return [] if can_plot() else [NO_PLOTS]
+
+
+def _json_path(folder: Path, name: str) -> Path:
+    return folder / f"{name}.json"
+
+
+def _draw_all(document: dict[str, Any], folder: Path) -> list[Path]:
+    if not can_plot():
+        return []
+    drawn = (draw(chart, document["rows"], folder) for chart in BY_NAME[document["benchmark"]].charts)
+    return [path for path in drawn if path is not None]
 
 
 def _page_head(documents: Sequence[dict[str, Any]]) -> str:
