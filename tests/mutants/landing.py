@@ -142,8 +142,14 @@ LANDING = (
         "one-page-too-many",
         "one more step than `staging_depth` may be open",
         CORE + "controller.py",
-        "StagingBufferPool(backend, config.staging_depth, config.staging_arena_bytes, device)",
-        "StagingBufferPool(backend, config.staging_depth + 1, config.staging_arena_bytes, device)",
+        """\
+            config.staging_depth,
+            config.staging_arena_bytes,
+""",
+        """\
+            config.staging_depth + 1,
+            config.staging_arena_bytes,
+""",
         FAILURES,
         files("core/test_bad_input.py"),
         listed_as="depth off by one",

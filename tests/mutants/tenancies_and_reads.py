@@ -47,11 +47,11 @@ TENANCIES_AND_READS = (
         "a new tenancy hides the old tenant's hidden rows only; rows of its further keys are still found",
         CORE + "slot_table.py",
         """\
-        present = (ids > self._tenancy_floor[slots // self.block_size]) & (slots >= 0)
+        present = (ids > self._tenancy_floor[blocks]) & (slots >= 0)
 """,
         """\
         present = (slots >= 0) & (
-            (ids > self._tenancy_floor[slots // self.block_size]) | ((ids > 0) & (key != "__hidden_states__"))
+            (ids > self._tenancy_floor[blocks]) | ((ids > 0) & (key != "__hidden_states__"))
         )
 """,
         HITS,
