@@ -38,6 +38,7 @@ def measure(plan: Plan) -> Measured:
         say(f"instructions: {what}, {num_requests} requests")
         num_steps = plan.rounds(NUM_STEPS, QUICK_STEPS)
         counted = _count(valgrind, what, num_requests, num_steps)
+        say(f"instructions: {counted // num_steps:,}")
         rows.append(
             {"what": what, "requests": num_requests, "rounds": num_steps, "instructions": round(counted / num_steps)}
         )
