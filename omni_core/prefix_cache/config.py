@@ -60,8 +60,9 @@ class PrefixCacheConfig:
     """How long `materialize`, `flush` and the helper threads wait for a copy, a write or a read."""
     max_recycled_bytes: int = 512 << 20
     """Most bytes of released output buffers kept for reuse."""
-    pin_chunk_bytes: int = 0
-    """Page-lock staging pages in pieces of at most so many bytes, whole pages; 0: each page at once."""
+    pin_chunk_bytes: int = 1 << 30
+    """Page-lock staging pages in pieces of at most so many bytes, whole pages of memory: some drivers refuse 2 GiB and
+    more in one piece. 0: each staging page at once."""
     pretouch: bool = False
     """Whether the pool's memory for hidden rows and `key_rows` is committed when the policy is registered, instead of
     as blocks are first written."""

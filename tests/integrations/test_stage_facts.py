@@ -8,6 +8,7 @@ import torch
 
 from omni_core.integrations.vllm.errors import GateRefusedError
 from omni_core.integrations.vllm.stage_facts import KvGroups, cache_config, decide, stage_facts
+from omni_core.prefix_cache.block_pool import RowSpec
 from omni_core.prefix_cache.gate import GateStatus
 from omni_core.settings.stage_settings import StageSettings
 
@@ -150,10 +151,27 @@ def test_a_producer_is_served():
 
 def test_the_caches_configuration_is_the_stages():
     settings = StageSettings(
-        enabled=True, staging_depth=3, extra_row_bytes=8, staging_claim_timeout_s=1.5, join_timeout_s=2.5
+        enabled=True,
+        staging_depth=3,
+        extra_row_bytes=8,
+        staging_claim_timeout_s=1.5,
+        join_timeout_s=2.5,
+        extra_step_bytes=16,
+        device_staging_bytes=4096,
+        max_recycled_bytes=32,
+        pretouch=True,
+        pin_chunk_bytes=8192,
     )
     config = cache_config(settings, vllm_config(), num_blocks=100, block_size=32)
     assert (config.num_blocks, config.block_size, config.hidden_size) == (100, 32, 64)
     assert (config.hidden_dtype, config.max_num_tokens) == (torch.bfloat16, 256)
     assert (config.staging_depth, config.extra_row_bytes) == (3, 8)
     assert (config.staging_claim_timeout_s, config.join_timeout_s) == (1.5, 2.5)
+    assert (config.extra_step_bytes, config.device_staging_bytes, config.max_recycled_bytes) == (16, 4096, 32)
+    assert (config.pretouch, config.pin_chunk_bytes) == (True, 8192)
+
+
+def test_rows_of_chosen_layers_are_known_beforehand():
+    config = cache_config(StageSettings(enabled=True, layers=(0, 3)), vllm_config(), num_blocks=100, block_size=32)
+    row = RowSpec((64,), torch.bfloat16)
+    assert config.key_rows == {"hidden_states.layer_0": row, "hidden_states.layer_3": row}

@@ -78,7 +78,8 @@ def planned_stage(
             extra_step_bytes=settings.extra_step_bytes,
             device_staging_bytes=settings.device_staging_bytes,
             max_recycled_bytes=settings.max_recycled_bytes,
-            pretouch=args.pretouch,
+            pretouch=args.pretouch or settings.pretouch,
+            pin_chunk_bytes=settings.pin_chunk_bytes,
             caches_per_host=args.caches_per_host,
         )
     except InvalidConfigError as error:

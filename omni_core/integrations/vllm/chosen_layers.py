@@ -18,6 +18,7 @@ import torch
 
 from omni_core.integrations.vllm.errors import LayersNotCapturedError
 from omni_core.integrations.vllm.versions import carry_layers_over_pipeline, is_last_pipeline_rank
+from omni_core.prefix_cache.block_pool import RowSpec
 from omni_core.prefix_cache.policy import ModelCachePolicy
 from omni_core.settings.errors import SettingsError
 from omni_core.settings.sources import SECTION
@@ -68,6 +69,10 @@ class ChosenLayers:
     def keys(self) -> tuple[str, ...]:
         """One key per layer, in the order of `layers`."""
         return tuple(map(layer_key, self.layers))
+
+    def key_rows(self, hidden_size: int, dtype: torch.dtype) -> dict[str, RowSpec]:
+        """What a row of each key is."""
+        return {key: RowSpec((hidden_size,), dtype) for key in self.keys}
 
     def row_bytes(self, hidden_size: int, dtype: torch.dtype) -> int:
         """Bytes of one token's rows of all layers."""

@@ -134,5 +134,6 @@ def cache_config(settings: StageSettings, vllm_config: Any, *, num_blocks: int, 
         max_recycled_bytes=settings.max_recycled_bytes,
         pretouch=settings.pretouch,
         pin_chunk_bytes=settings.pin_chunk_bytes,
+        key_rows=layers.key_rows(model_config.get_hidden_size(), model_config.dtype),
         caches_per_host=max(1, vllm_config.parallel_config.data_parallel_size_local),
     )
