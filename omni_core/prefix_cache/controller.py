@@ -27,6 +27,7 @@ from omni_core.prefix_cache.sizing import CacheMemory
 from omni_core.prefix_cache.slot_table import SlotTable
 from omni_core.prefix_cache.staging import StagingBufferPool, StagingSlot
 from omni_core.prefix_cache.state import CacheState
+from omni_core.prefix_cache.step_context import OpenSteps
 from omni_core.prefix_cache.step_inputs import StepInputs
 from omni_core.prefix_cache.step_record import DeferredPlace, StepRecord, deferrable, record_known_step, record_step
 from omni_core.runtime import Runtime
@@ -191,9 +192,11 @@ class OmniPrefixCacheController:
         if record.deferred is not None:
             self.copier.give_up(record.deferred)
 
-    def under_way(self) -> str:
-        """Writes and copies that have not ended, in words for errors. State lock held."""
-        words = [f"writes ({', '.join(map(str, self.committer.open_tasks)) or 'none'})"]
+    def under_way(self, steps: OpenSteps) -> str:
+        """Steps, writes and copies that have not ended, in words for errors. State lock held."""
+        unread = ", ".join(steps.labels()) or "none"
+        writes = ", ".join(map(str, self.committer.open_tasks)) or "none"
+        words = [f"unread steps ({unread}) and writes ({writes})"]
         open_writes = self.deferred.open_writes()
         if open_writes:
             words.append(f"deferred writes on the device ({open_writes})")

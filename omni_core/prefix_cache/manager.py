@@ -6,70 +6,46 @@ from __future__ import annotations
 import atexit
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from omni_core.backend import DeviceBackend
 from omni_core.backend.host_pages import resident_bytes
-from omni_core.prefix_cache.acknowledgement import UnacknowledgedRows
-from omni_core.prefix_cache.block_pool import RowSpec
 from omni_core.prefix_cache.buffers import HostBuffer
+from omni_core.prefix_cache.cache_reset import CacheReset
 from omni_core.prefix_cache.config import PrefixCacheConfig
 from omni_core.prefix_cache.controller import OmniPrefixCacheController
-from omni_core.prefix_cache.delivery import Joined, copy_step, join_step
 from omni_core.prefix_cache.errors import (
     CacheClosedError,
     CacheFailedError,
     JoinTimeoutError,
-    OmniPrefixCacheError,
-    OmniPrefixCacheStagingTimeoutError,
-    ReadFailedError,
-    RequestError,
     StepOrderError,
-    StepTooLargeError,
 )
 from omni_core.prefix_cache.event_digest import digest_events
 from omni_core.prefix_cache.events import StepEvents, StepLayout
 from omni_core.prefix_cache.host_limit import host_memory
 from omni_core.prefix_cache.host_memory import check_deferred_memory, check_host_memory
-from omni_core.prefix_cache.layout_check import LayoutChecker
 from omni_core.prefix_cache.outputs import PartialRequest, StageCacheOutputs
 from omni_core.prefix_cache.planner import ReadPlanner
 from omni_core.prefix_cache.policy import ModelCachePolicy
 from omni_core.prefix_cache.pretouch import OnPretouch
-from omni_core.prefix_cache.reads import StepRead
 from omni_core.prefix_cache.refusals import RequestRefusals
 from omni_core.prefix_cache.requests import RequestTable
 from omni_core.prefix_cache.settlement import StepSettlement
 from omni_core.prefix_cache.sizing import StageSizes
 from omni_core.prefix_cache.slot_table import ABSENT, NO_ADAPTER, SlotTable
-from omni_core.prefix_cache.staging import StagingSlot
 from omni_core.prefix_cache.state import CacheState
 from omni_core.prefix_cache.stats import CacheStats, ResetReport, VersionReport
-from omni_core.prefix_cache.step_context import OpenSteps, StepContext, StepEnd
-from omni_core.prefix_cache.step_inputs import OutputClassifier, StepInputs
+from omni_core.prefix_cache.step_consumer import StepConsumer
+from omni_core.prefix_cache.step_context import OpenSteps
 from omni_core.prefix_cache.step_intake import StepIntake
-from omni_core.prefix_cache.step_record import StepRecord, check_devices, step_nbytes
+from omni_core.prefix_cache.step_saver import StepSaver
 from omni_core.prefix_cache.weight_versions import WeightVersions
 from omni_core.runtime import Runtime
 
 logger = logging.getLogger(__name__)
-
-_CLAIM_HOLDER = "save_outputs"
-"""The name under which `save_outputs` holds a staging slot until the step and its write do."""
-
-
-@dataclass(frozen=True, slots=True)
-class _ReservedKey:
-    """What a new key needs, made before the lock is taken."""
-
-    spec: RowSpec
-    rows: torch.Tensor
-    tables: tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]
 
 
 class OmniPrefixCacheManager:
@@ -105,9 +81,6 @@ class OmniPrefixCacheManager:
         self._sizes = StageSizes(config, known_rows, device_is_host=device.type == "cpu")
         check_host_memory(self._sizes, host_memory())
         self.config = config
-        self._backend = backend
-        self._layout_source = layout_source
-        self._runtime = runtime
         self._state = CacheState(runtime)
         self._table = SlotTable(config.num_blocks, config.block_size)
         self._requests = RequestTable(config.block_size, config.max_partial_reports)
@@ -139,13 +112,31 @@ class OmniPrefixCacheManager:
             self._controller.buffers,
             config.delivery,
         )
-        self._policy = ModelCachePolicy()
-        self._layouts = LayoutChecker(config)
-        self._classifier = OutputClassifier(config, self._policy)
+        self._saver = StepSaver(
+            config,
+            backend,
+            layout_source,
+            self._state,
+            self._table,
+            self._controller,
+            self._intake,
+            self._steps,
+            runtime,
+        )
+        self._consumer = StepConsumer(config, self._state, self._controller, self._steps, self._settlement, runtime)
+        self._reset = CacheReset(
+            config,
+            self._state,
+            self._table,
+            self._requests,
+            self._controller,
+            self._intake,
+            self._settlement,
+            self._steps,
+        )
         self._closed = False
         # A daemon thread inside torch when the interpreter ends aborts the process (faults.md, row 105).
         atexit.register(self.close)
-        self._steps_saved = self._steps_materialized = self._steps_discarded = 0
 
     def register_policy(self, policy: ModelCachePolicy, *, on_pretouch: OnPretouch | None = None) -> None:
         """Take the model's declaration. Engine thread, at load, before the first step.
@@ -179,8 +170,7 @@ class OmniPrefixCacheManager:
             unused = memory if closed else self._controller.defer(policy, memory)
             if not closed:
                 self._controller.pool.prepare(prepared)
-            self._policy = policy
-            self._classifier = OutputClassifier(self.config, policy)
+            self._saver.use(policy)
         if unused is not None:
             unused.close()
         if closed:
@@ -243,51 +233,7 @@ class OmniPrefixCacheManager:
             OmniPrefixCacheStagingTimeoutError: unread steps hold every staging slot; names them.
             CacheFailedError, CacheClosedError: see `CacheState.problem`.
         """
-        layout = self._layout_source()
-        all_stored = self._layouts.check(layout, num_tokens_unpadded)
-        inputs = self._classifier.understand(
-            hidden, mm_outputs, num_tokens_unpadded, num_tokens_padded, len(layout.req_ids)
-        )
-        if not inputs.is_known:
-            check_devices(inputs, self._backend)
-            self._check_size(inputs, num_tokens_unpadded)
-        slot, epoch = self._claim_staging()
-        record: StepRecord | None = None
-        step_id = 0
-        unused: list[HostBuffer] = []
-        try:
-            new_keys = {} if inputs.is_known else self._reserve_keys(inputs)
-            record = self._controller.record(inputs, slot)
-            self._runtime.checkpoint("save_outputs.recorded")
-        finally:
-            with self._state.lock:
-                problem = self._state.problem("save_outputs")
-                if problem is None and self._state.epoch != epoch:
-                    problem = StepOrderError("save_outputs: the cache was reset meanwhile; announce the step again")
-                if record is not None and problem is None:
-                    for key, reserved in new_keys.items():
-                        self._controller.pool.add_key(key, reserved.spec, reserved.rows)
-                        self._table.add_key(key, reserved.tables)
-                    self._classifier.confirm(inputs)
-                    step_id = self._intake.save_step(
-                        layout,
-                        record,
-                        slot,
-                        all_stored=all_stored,
-                        hidden_needed=self._policy.needs_full_hidden_states,
-                        carry_owed=carry_owed,
-                    )
-                    self._steps_saved += 1
-                elif problem is not None:
-                    unused.extend(self._intake.end_unsaved_step())
-                if record is not None and problem is not None:
-                    self._controller.drop(record, slot)
-                self._controller.staging.release(slot, _CLAIM_HOLDER)
-                self._state.leave_pages()
-            self._controller.buffers.give_back(unused)
-        if problem is not None:
-            raise problem
-        return step_id
+        return self._saver.save(hidden, mm_outputs, num_tokens_unpadded, num_tokens_padded, carry_owed=carry_owed)
 
     # -- any thread ---------------------------------------------------------------------------------------------------
 
@@ -315,41 +261,7 @@ class OmniPrefixCacheManager:
             JoinTimeoutError: the step's copy did not complete in time. The step is consumed, its rows stay owed.
             CacheFailedError, CacheClosedError: see `CacheState.problem`. The step is consumed.
         """
-        asked = tuple(dict.fromkeys(req_ids))
-        what = f"materialize of step {step_id}"
-        context: StepContext | None = None
-        joined = Joined({}, [])
-        kept: list[HostBuffer] = []
-        unacknowledged: UnacknowledgedRows | None = None
-        try:
-            with self._state.lock:
-                context = self._consume(step_id, StepEnd.MATERIALIZED, asked, sampled_counts, what)
-                problem = self._await_step(context, what)
-                failed = dict(context.failed)
-                for read in context.reads:
-                    if read.pending_batches or read.error is not None:
-                        failed.update(self._read_failures(context, read))
-            if problem is None:
-                served = tuple(req_id for req_id in asked if req_id not in failed) if failed else asked
-                joined = self._join(context, served)
-                unacknowledged = self._settlement.hand_over(context, joined)
-        finally:
-            if context is not None:
-                kept = self._settlement.settle(context, joined)
-        if problem is not None:
-            raise problem
-        buffers = joined.buffers + kept
-        give_back = self._controller.buffers.give_back
-        shown = {req_id: failed[req_id] for req_id in asked if req_id in failed} if failed else {}
-        if unacknowledged is None:
-            return StageCacheOutputs(step_id, joined.served, shown, lambda: give_back(buffers))
-        give_up = unacknowledged.give_up
-
-        def release() -> None:
-            give_up()
-            give_back(buffers)
-
-        return StageCacheOutputs(step_id, joined.served, shown, release, unacknowledged.acknowledge)
+        return self._consumer.materialize(step_id, req_ids, sampled_counts)
 
     def discard_step(self, step_id: int, sampled_counts: Mapping[str, int] | None = None) -> None:
         """Give a step's rows up and consume the step. Its rows are still stored, and owed to their requests.
@@ -363,13 +275,7 @@ class OmniPrefixCacheManager:
             DraftCountMissingError, DraftCountError: the same.
             CacheFailedError, CacheClosedError: see `CacheState.problem`. The step is consumed.
         """
-        what = f"discard of step {step_id}"
-        with self._state.lock:
-            context = self._consume(step_id, StepEnd.DISCARDED, (), sampled_counts, what)
-            problem = self._state.problem(what)
-        self._settlement.settle(context, Joined({}, []))
-        if problem is not None:
-            raise problem
+        self._consumer.discard(step_id, sampled_counts)
 
     def flush(self, timeout_s: float | None = None) -> None:
         """Wait until every row saved before the call is in the pool, at most `timeout_s` (`join_timeout_s`).
@@ -387,7 +293,7 @@ class OmniPrefixCacheManager:
             epoch = self._state.epoch
             record = self._controller.deferred.force_all("flush") if self._state.usable else ABSENT
             landed = self._state.wait(lambda: committer.have_ended(target, record), limit_s)
-            under_way = self._under_way()
+            under_way = self._controller.under_way(self._steps)
             problem = self._state.problem("flush")
             if problem is None and self._state.epoch != epoch:
                 problem = CacheFailedError("flush: the cache was reset meanwhile; the writes it waited for are gone")
@@ -411,51 +317,7 @@ class OmniPrefixCacheManager:
             JoinTimeoutError: the write under way did not end; nothing was reset.
             CacheClosedError: the cache is closed.
         """
-        committer = self._controller.committer
-        unused: list[HostBuffer] = []
-        with self._state.lock:
-            if self._state.closing:
-                raise CacheClosedError("reset: the cache is closed")
-            committer.pause()
-            try:
-                idle = self._state.progress.wait_for(lambda: not committer.writing, self.config.join_timeout_s)
-                writes_dropped = committer.drop_queue() if idle else 0
-                records_dropped = self._controller.deferred.drop_open() if idle else 0
-            finally:
-                committer.go_on()
-            if self._state.closing:
-                raise CacheClosedError("reset: the cache was closed meanwhile")
-            if not idle:
-                raise JoinTimeoutError(
-                    f"reset: the write under way did not end within join_timeout_s={self.config.join_timeout_s}; "
-                    f"nothing was reset: {', '.join(map(str, committer.open_tasks))}"
-                )
-            rows_cleared = self._table.present_rows()
-            row_bytes = {key: spec.row_bytes for key, spec in self._controller.pool.specs.items()}
-            failure = self._state.failure
-            unused.extend(self._intake.end_unsaved_step())
-            dropped = self._steps.consume_all()
-            for context in dropped:
-                for run in context.runs(context.req_ids):
-                    self._settlement.owe(context, run)
-                unused.extend(self._settlement.end_step(context))
-            requests_forgotten = self._requests.forget_all()
-            self._controller.prefetcher.drop_queue()
-            self._table.start_all_tenancies()
-            committer.forgive()
-            self._state.failure = None
-            self._state.epoch += 1
-            self._state.wake_all()
-        self._controller.buffers.give_back(unused)
-        report = ResetReport(
-            rows_cleared=rows_cleared,
-            requests_forgotten=requests_forgotten,
-            steps_dropped=len(dropped),
-            writes_dropped=writes_dropped,
-            deferred_records_dropped=records_dropped,
-            bytes_cleared=sum(rows * row_bytes[key] for key, rows in rows_cleared.items()),
-            failure_cleared=None if failure is None else repr(failure),
-        )
+        report = self._reset.reset()
         logger.info("the prefix cache was reset: %s", report)
         return report
 
@@ -505,9 +367,9 @@ class OmniPrefixCacheManager:
         with self._state.lock:
             memory = controller.with_keys(fixed)
             return CacheStats(
-                steps_saved=self._steps_saved,
-                steps_materialized=self._steps_materialized,
-                steps_discarded=self._steps_discarded,
+                steps_saved=self._saver.steps_saved,
+                steps_materialized=self._consumer.steps_materialized,
+                steps_discarded=self._consumer.steps_discarded,
                 rows_delivered=self._settlement.counts.rows,
                 rows_from_hits=self._settlement.counts.rows_from_hits,
                 rows_rescued=controller.committer.rows_rescued,
@@ -566,127 +428,3 @@ class OmniPrefixCacheManager:
         if self._closed:
             atexit.unregister(self.close)
         return self._closed
-
-    # -- saving -------------------------------------------------------------------------------------------------------
-
-    def _check_size(self, inputs: StepInputs, num_tokens: int) -> None:
-        needed_bytes = step_nbytes(inputs)
-        if needed_bytes > self.config.staging_arena_bytes:
-            raise StepTooLargeError(
-                f"the step's {num_tokens} rows and other outputs take {needed_bytes} bytes, but a staging arena has "
-                f"{self.config.staging_arena_bytes} (max_num_tokens={self.config.max_num_tokens}, "
-                f"extra_row_bytes={self.config.extra_row_bytes}, extra_step_bytes={self.config.extra_step_bytes}); "
-                "raise the one that is too small"
-            )
-
-    def _claim_staging(self) -> tuple[StagingSlot, int]:
-        """A staging slot, and the epoch it was claimed in."""
-        staging = self._controller.staging
-        unused: list[HostBuffer] = []
-        slot = None
-        holders = ""
-        with self._state.lock:
-            if self._state.usable and not self._intake.step_under_way:
-                raise StepOrderError("save_outputs was called without new_step_starts; announce each step once, first")
-            epoch = self._state.epoch
-            if not staging.has_free:
-                self._state.wait(lambda: staging.has_free, self.config.staging_claim_timeout_s)
-            problem = self._state.problem("save_outputs")
-            if problem is None and self._state.epoch != epoch:
-                problem = StepOrderError("save_outputs: the cache was reset meanwhile; announce the step again")
-            if problem is not None:
-                unused.extend(self._intake.end_unsaved_step())
-            else:
-                slot = staging.try_claim(_CLAIM_HOLDER)
-                if slot is not None:
-                    self._state.enter_pages()
-                else:
-                    holders = self._under_way()
-        self._controller.buffers.give_back(unused)
-        if problem is not None:
-            raise problem
-        if slot is None:
-            raise OmniPrefixCacheStagingTimeoutError(
-                f"no staging slot became free within staging_claim_timeout_s={self.config.staging_claim_timeout_s}: "
-                f"staging_depth={self.config.staging_depth} slots are held by {holders}; "
-                "materialize or discard the steps, or raise staging_depth"
-            )
-        return slot, epoch
-
-    def _under_way(self) -> str:
-        """Steps, writes and copies that have not ended, in words for errors. State lock held."""
-        return f"unread steps ({', '.join(self._steps.labels()) or 'none'}) and {self._controller.under_way()}"
-
-    def _reserve_keys(self, inputs: StepInputs) -> dict[str, _ReservedKey]:
-        """Room for keys that the step brings for the first time; nothing knows of it until the step is saved."""
-        reserved = {}
-        for value, tensor in inputs.token_values():
-            if value.stored and value.key not in self._controller.pool:
-                spec = RowSpec(tuple(tensor.shape[1:]), tensor.dtype)
-                rows = self._controller.pool.reserve(value.key, spec)
-                reserved[value.key] = _ReservedKey(spec, rows, self._table.new_key_tables())
-        return reserved
-
-    def _consume(
-        self,
-        step_id: int,
-        end: StepEnd,
-        asked: tuple[str, ...],
-        sampled_counts: Mapping[str, int] | None,
-        what: str,
-    ) -> StepContext:
-        """Take a step out of the open ones, if the call is right. State lock held."""
-        if self._state.closing:
-            raise CacheClosedError(f"{what}: the cache is closed")
-        context = self._steps.get(step_id)
-        context.check_requests(asked)
-        context.num_valid_rows = context.count_valid_rows(sampled_counts)
-        if end is StepEnd.MATERIALIZED:
-            self._steps_materialized += 1
-        else:
-            self._steps_discarded += 1
-        self._state.enter_pages()
-        return self._steps.consume(step_id, end)
-
-    def _await_step(self, context: StepContext, what: str) -> OmniPrefixCacheError | None:
-        """Wait for a step's copy and reads; returns why its rows cannot be had. State lock held, free while waiting."""
-        epoch = self._state.epoch
-        task, deferred = context.task, context.record.deferred
-        if deferred is not None and self._state.usable:
-            self._controller.deferred.force_through(deferred.write_id, what)
-        self._state.wait(
-            lambda: (
-                task.host_ready
-                and (deferred is None or deferred.host_ready)
-                and all(read.complete for read in context.reads)
-            ),
-            self.config.join_timeout_s,
-        )
-        problem = self._state.problem(what)
-        if problem is None and self._state.epoch != epoch:
-            return CacheFailedError(f"{what}: the cache was reset while it waited; the step's rows are gone")
-        late = next((write for write in (task, deferred) if write is not None and not write.host_ready), None)
-        if problem is None and late is not None:
-            return JoinTimeoutError(
-                f"{what}: its copy did not complete within join_timeout_s={self.config.join_timeout_s}: {late}; its "
-                f"rows stay owed to their requests; open: {self._under_way()}"
-            )
-        return problem
-
-    def _read_failures(self, context: StepContext, read: StepRead) -> dict[str, RequestError]:
-        cause = read.error or f"not gathered within join_timeout_s={self.config.join_timeout_s}"
-        return {
-            req_id: ReadFailedError(req_id, f"{context.label}: stored rows could not be read ({cause}); they stay owed")
-            for req_id in read.spans
-            if req_id not in context.failed
-        }
-
-    def _join(self, context: StepContext, req_ids: tuple[str, ...]) -> Joined:
-        self._runtime.checkpoint("materialize.join")
-        if context.delivers_all_it_computed(req_ids):
-            with torch.inference_mode(False):
-                return copy_step(context.record, req_ids, context.starts, context.positions, self._controller.buffers)
-        runs = context.runs(req_ids)
-        reads = context.reads_of(req_ids)
-        with torch.inference_mode(False):
-            return join_step(context.record, runs, reads, self._controller.pool.specs, self._controller.buffers)

@@ -211,12 +211,12 @@ DEFERRED_ROWS = (
         "a step is materialised before its deferred rows are on the host",
         (
             Edit(
-                CORE + "manager.py",
+                CORE + "step_consumer.py",
                 "                and (deferred is None or deferred.host_ready)\n",
                 "",
             ),
             Edit(
-                CORE + "manager.py",
+                CORE + "step_consumer.py",
                 "late = next((write for write in (task, deferred) if",
                 "late = next((write for write in (task,) if",
             ),
@@ -226,7 +226,7 @@ DEFERRED_ROWS = (
     bug(
         "records-outlive-a-reset",
         "deferred rows of before a reset are copied and landed after it",
-        CORE + "manager.py",
+        CORE + "cache_reset.py",
         "records_dropped = self._controller.deferred.drop_open() if idle else 0",
         "records_dropped = 0",
         DEFERRED,

@@ -60,7 +60,7 @@ TENANCIES_AND_READS = (
     bug(
         "read-planned-at-materialize",
         "a late step reads what its hit slots hold by then",
-        CORE + "manager.py",
+        CORE + "step_consumer.py",
         """\
                 problem = self._await_step(context, what)
                 failed = dict(context.failed)
@@ -138,7 +138,7 @@ TENANCIES_AND_READS = (
     bug(
         "pins-kept-at-discard",
         "a discarded step's reads never end: their slots stay pinned and their buffers are lost",
-        CORE + "manager.py",
+        CORE + "step_consumer.py",
         """\
             context = self._consume(step_id, StepEnd.DISCARDED, (), sampled_counts, what)
 """,
@@ -196,7 +196,7 @@ TENANCIES_AND_READS = (
     bug(
         "reset-keeps-tenancies",
         "rows written before a reset are served after it",
-        CORE + "manager.py",
+        CORE + "cache_reset.py",
         """\
             self._table.start_all_tenancies()
 """,
