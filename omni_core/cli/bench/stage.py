@@ -11,6 +11,7 @@ import torch
 
 from omni_core.backend.registry import create_backend
 from omni_core.cli.bench.engine_batch import BLOCK_SIZE, HIDDEN_DTYPE, EngineStep, StageShape
+from omni_core.prefix_cache.batch_rows import batch_rows
 from omni_core.prefix_cache.config import PrefixCacheConfig
 from omni_core.prefix_cache.events import RequestEvent, RequestEventKind, StepEvents, StepLayout
 from omni_core.prefix_cache.manager import OmniPrefixCacheManager
@@ -169,12 +170,9 @@ class OurStage(Stage):
         """Where the step's rows belong, from the batch's block table. Inside `save_outputs`, so it is timed."""
         began = time.perf_counter()
         batch = self._step.batch
-        scheduled = batch.num_scheduled
-        starts = np.zeros(len(scheduled) + 1, np.int64)
-        np.cumsum(scheduled, out=starts[1:])
-        row = np.repeat(np.arange(len(scheduled)), scheduled)
-        positions = np.arange(starts[-1]) + (batch.num_computed - starts[:-1])[row]
-        slots = batch.block_table[row, positions // BLOCK_SIZE].astype(np.int64) * BLOCK_SIZE + positions % BLOCK_SIZE
+        starts, row, positions = batch_rows(batch.num_scheduled, batch.num_computed)
+        blocks, offsets = np.divmod(positions, BLOCK_SIZE)
+        slots = batch.block_table[row, blocks].astype(np.int64) * BLOCK_SIZE + offsets
         layout = StepLayout(batch.req_ids, starts, positions, slots)
         self.layout_s.append(time.perf_counter() - began)
         return layout

@@ -26,6 +26,7 @@ from omni_core.integrations.vllm.releases.engine_contract import EngineFact, con
 from omni_core.integrations.vllm.releases.engine_releases import NEWEST_RELEASE, release_of
 from omni_core.integrations.vllm.releases.engine_sources import EngineSources
 from omni_core.integrations.vllm.step_events import SchedulerOutput, num_draft_tokens
+from omni_core.prefix_cache.batch_rows import batch_rows
 from omni_core.settings.errors import SettingsError
 
 STAGE_OUTPUTS_METHOD = "take_stage_outputs"
@@ -233,13 +234,9 @@ def step_arrays(runner: Any, scheduler_output: SchedulerOutput, group_index: int
     req_ids = tuple(batch.req_ids)
     num_reqs = len(req_ids)
     scheduled = np.fromiter(map(scheduler_output.num_scheduled_tokens.__getitem__, req_ids), np.int64, num_reqs)
-    starts = np.zeros(num_reqs + 1, np.int64)
-    np.cumsum(scheduled, out=starts[1:])
+    starts, row, positions = batch_rows(scheduled, batch.num_computed_tokens_cpu[:num_reqs])
     table = batch.block_table[group_index]
     block_size = table.block_size
-    row = np.repeat(np.arange(num_reqs), scheduled)
-    first = batch.num_computed_tokens_cpu[:num_reqs].astype(np.int64) - starts[:-1]
-    positions = np.arange(starts[-1]) + first[row]
     blocks = positions // block_size
     beyond = blocks >= table.num_blocks_per_row[row]
     if beyond.any():
