@@ -48,7 +48,13 @@ class ByteCarver:
         self._num_taken = 0
         # Steps of a decode phase ask for the same views in the same order; making a view is a torch operation.
         self._carved: list[tuple[_Asked, torch.Tensor, int]] = []
-        self._used_view = arena[:0]
+        self._used_view: torch.Tensor | None = None
+
+    def sibling(self) -> ByteCarver:
+        """Another carver of the same arena. What viewing the arena as another dtype costs is paid once for both."""
+        carver = ByteCarver(self._arena)
+        carver._typed = self._typed
+        return carver
 
     @property
     def capacity_bytes(self) -> int:
@@ -96,7 +102,7 @@ class ByteCarver:
 
     def used(self) -> torch.Tensor:
         """uint8 view of everything handed out so far, from the arena's first byte."""
-        if self._used_view.numel() != self._used_bytes:
+        if self._used_view is None or self._used_view.numel() != self._used_bytes:
             self._used_view = self._arena[: self._used_bytes]
         return self._used_view
 

@@ -42,6 +42,7 @@ class DeviceRing:
         self._ring = backend.snapshot_ring(1, self.capacity_bytes, device)
         with torch.inference_mode(False):
             self._arena = self._ring.slot(0).take((self.capacity_bytes,), torch.uint8)
+        self._first_carver = ByteCarver(self._arena)
         self._carvers: dict[int, ByteCarver] = {}
         self._tickets: deque[RingTicket] = deque()
         self._end = 0
@@ -94,7 +95,7 @@ class DeviceRing:
         if carver is None:
             if len(self._carvers) == _MAX_CARVERS:
                 self._carvers.clear()
-            carver = self._carvers[ticket.start] = ByteCarver(self._arena)
+            carver = self._carvers[ticket.start] = self._first_carver.sibling()
         carver.restart(ticket.start)
         return carver
 

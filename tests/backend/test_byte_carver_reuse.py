@@ -65,3 +65,16 @@ def test_views_may_be_written_in_another_mode_than_they_were_carved_in(carver, f
         used[48:].add_(1)
     assert rows.sum() == 120
     assert not rows.is_inference()
+
+
+def test_a_sibling_carves_the_same_bytes_and_views_them_at_the_cost_of_one_operation(carver):
+    (rows, codes), _ = carve(carver, DECODE)
+    rows.fill_(3)
+    with torch_operations() as counted:
+        sibling = carver.sibling()
+        sibling.restart()
+        same = sibling.take((8, 3), torch.bfloat16)
+    assert counted.total == 1
+    assert torch.equal(same, rows)
+    carver.restart()
+    assert sibling.used_bytes == 64  # each has a place of its own
