@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections import deque
+from itertools import islice
 
 import numpy as np
 
@@ -147,12 +148,18 @@ class DeferredRecords:
     def _count_through(self, write_id: int) -> int:
         if not self._open or self._open[0].write_id > write_id:
             return 0
+        if self._open[-1].write_id <= write_id:
+            return len(self._open)
         return sum(record.write_id <= write_id for record in self._open)
 
     def _force(self, count: int, label: str) -> None:
-        records = tuple(self._open.popleft() for _ in range(count))
-        for record in records:
-            record.transition(TaskState.QUEUED)
+        records = tuple(islice(self._open, count))
+        if count == len(self._open):
+            self._open.clear()
+        else:
+            for _ in records:
+                self._open.popleft()
+        DeferredRecord.transition_all(records, TaskState.QUEUED)
         self.forced_upto = records[-1].write_id
         task = WriteTask(label, self.forced_upto)
         task.records = records

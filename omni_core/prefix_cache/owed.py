@@ -13,6 +13,10 @@ Positions = npt.NDArray[np.int64]
 
 NO_POSITIONS: Positions = np.zeros(0, np.int64)
 
+_MAX_CHUNKS = 64
+"""Pieces a set is kept in. A request whose steps are all given up would end with one for each, to be joined on the
+engine thread."""
+
 
 class MissingSets:
     """One set of positions per live request. Every method needs the state lock.
@@ -28,7 +32,10 @@ class MissingSets:
 
     def add(self, req_id: str, positions: Positions) -> None:
         """These rows were not delivered."""
-        self._chunks.setdefault(req_id, []).append(positions)
+        chunks = self._chunks.setdefault(req_id, [])
+        chunks.append(positions)
+        if len(chunks) == _MAX_CHUNKS:
+            chunks[:] = [np.concatenate(chunks)]
 
     def back_off(self, req_id: str) -> None:
         """The step that carried the request's missing rows was not delivered either."""

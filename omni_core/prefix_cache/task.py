@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -102,6 +103,18 @@ class _Write:
         if to not in LEGAL_MOVES[self.state]:
             raise RuntimeError(f"{self.label} (write {self.write_id}): illegal move {self.state.name} -> {to.name}")
         self.state = to
+
+    @staticmethod
+    def transition_all(writes: Sequence[_Write], to: TaskState) -> None:
+        """Move many at once: a request that ends after a thousand steps queues as many records on the engine thread.
+
+        Raises:
+            RuntimeError: as `transition`.
+        """
+        for write in writes:
+            if to not in LEGAL_MOVES[write.state]:
+                write.transition(to)
+            write.state = to
 
     @property
     def host_ready(self) -> bool:
