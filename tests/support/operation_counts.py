@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from types import CodeType, FrameType, ModuleType
 
@@ -18,6 +19,8 @@ from torch.utils._pytree import tree_leaves
 
 _INLINED_LATER = frozenset({"<listcomp>", "<setcomp>", "<dictcomp>"})
 """Comprehensions are frames of their own before Python 3.12 only."""
+_DISPATCHER_FILES = (__file__, torch._compile.__file__, *torch._library.__path__)
+"""While torch operations are counted, indexing a tensor calls Python code of the dispatcher and of the counter."""
 
 
 @dataclass
@@ -31,8 +34,31 @@ class CallCounts:
 
 
 @contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """The collector does not run inside the block.
+
+    Where it would run depends on what the process allocated before. Inside a counted block its callbacks and finalizers
+    would count as calls of the code it interrupts; hypothesis, once it has run, leaves such a callback behind.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@contextmanager
 def calls_made_by(*packages: ModuleType) -> Iterator[CallCounts]:
     """Count the calls that the calling thread makes from, or into, the code of `packages` inside the block."""
+    with no_garbage_collection(), profiled_calls(*packages) as counts:
+        yield counts
+
+
+@contextmanager
+def profiled_calls(*packages: ModuleType) -> Iterator[CallCounts]:
+    """As `calls_made_by`, for a block that outlives a measurement: whoever measures keeps the collector away."""
     roots = tuple(path for package in packages for path in package.__path__)
     known: dict[CodeType, bool] = {}
 
@@ -40,6 +66,9 @@ def calls_made_by(*packages: ModuleType) -> Iterator[CallCounts]:
         if code not in known:
             known[code] = code.co_filename.startswith(roots)
         return known[code]
+
+    def is_counted(code: CodeType) -> bool:
+        return code.co_name not in _INLINED_LATER and not code.co_filename.startswith(_DISPATCHER_FILES)
 
     counts = CallCounts()
     inside_c: list[FrameType] = []
@@ -50,17 +79,18 @@ def calls_made_by(*packages: ModuleType) -> Iterator[CallCounts]:
             inside_c.append(frame)
         elif event in ("c_return", "c_exception"):
             del inside_c[-1:]
-        elif event == "call" and frame.f_code.co_name not in _INLINED_LATER:
+        elif event == "call" and is_counted(frame.f_code):
             caller = frame.f_back
             called_by_c = bool(inside_c) and inside_c[-1] is caller
             called_by_us = caller is not None and is_ours(caller.f_code) and not called_by_c
             counts.python += called_by_us or is_ours(frame.f_code)
 
+    profiled_before = sys.getprofile()
     sys.setprofile(on_event)
     try:
         yield counts
     finally:
-        sys.setprofile(None)
+        sys.setprofile(profiled_before)
 
 
 @dataclass
@@ -110,9 +140,13 @@ class WatchedRuntime(ControlledRuntime):
     """
 
     def __init__(self) -> None:
-        super().__init__(around_thread=self.watched)
+        super().__init__(around_thread=self.around_helper)
         self.breaches: list[str] = []
         self._own = threading.local()
+
+    def around_helper(self) -> AbstractContextManager[None]:
+        """What is entered on each helper thread, around its work."""
+        return self.watched()
 
     @contextmanager
     def locks_taken(self) -> Iterator[list[str]]:
