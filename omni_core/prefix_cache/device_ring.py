@@ -106,6 +106,9 @@ class DeviceRing:
     def close(self) -> None:
         """Free the arena. No copy may still read from it. No lock held. Idempotent."""
         self._ring.close()
+        self._arena = self._arena.new_empty(0)
+        self._first_carver = ByteCarver(self._arena)
+        self._carvers.clear()
 
     def _place(self, nbytes: int, oldest: RingTicket | None) -> int | None:
         """First byte for `nbytes` if the ring held the tickets from `oldest` on."""

@@ -426,5 +426,6 @@ class OmniPrefixCacheManager:
             pages_free = self._state.progress.wait_for(lambda: self._state.page_users == 0, timeout_s)
         self._closed = self._controller.close(timeout_s, pages_free=pages_free)
         if self._closed:
+            self._saver.forget_places()
             atexit.unregister(self.close)
         return self._closed

@@ -150,3 +150,7 @@ class StagingBufferPool:
             arena.close()
         self._ring.close()
         self._staging_bytes = 0
+        # A closed cache may be kept for its figures; views would keep the memory itself.
+        self._arenas.clear()
+        self._slots.clear()
+        self._free.clear()

@@ -74,6 +74,10 @@ class StepSaver:
         self._policy = policy
         self._classifier = OutputClassifier(self._config, policy)
 
+    def forget_places(self) -> None:
+        """The staging memory is gone: keep no view of it. No step is saved meanwhile or later."""
+        self._classifier = OutputClassifier(self._config, self._policy)
+
     def save(
         self,
         hidden: torch.Tensor | None,

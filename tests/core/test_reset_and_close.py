@@ -1,6 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """`reset` forgets and reports; `close` ends everything, in bounded time, whatever is under way."""
 
+import gc
+import mmap
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from cache_rig import BRIEF_S, SHORT_S, CacheRig, more, new
@@ -271,3 +276,30 @@ def test_staging_refused_half_way_is_given_back(make_rig):
     assert backend.pinned_bytes == 0
     assert runtime.living_threads() == []
     backend.close()
+
+
+def resident_bytes():
+    """This process's memory now."""
+    gc.collect()
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_closed_cache_that_is_kept_keeps_no_staging_and_no_device_memory(make_rig):
+    """The books say so at once; here the memory is really gone, whatever views were made of it."""
+    before = resident_bytes()
+    rig = make_rig(
+        keys={"codes": ((4,), torch.int64)},
+        policy=ModelCachePolicy(deferred_keys={"codes"}),
+        staging_depth=3,
+        extra_step_bytes=32 << 20,
+        device_staging_bytes=32 << 20,
+    )
+    rig.run(new("A", [1, 2, 3], run=1)).release()
+    for _ in range(8):  # a form that is known in every slot
+        rig.run(more("A")).release()
+    built = resident_bytes() - before
+    assert rig.cache.close()
+    assert built > 200 << 20  # three pages, three snapshot buffers, the ring and two bounce buffers
+    assert resident_bytes() - before < 32 << 20
+    assert rig.cache.stats().steps_saved == 9
