@@ -25,12 +25,19 @@ def table() -> str:
 
 def with_table(page: str) -> str:
     """The page with its block replaced."""
-    return _MARKS.sub(lambda found: f"{found[1]}\n{table()}\n\n{found[2]}", page)
+    written, count = _MARKS.subn(lambda found: f"{found[1]}\n{table()}\n\n{found[2]}", page)
+    if count != 1:
+        raise SystemExit(f"{PAGE} has {count} places for the table, marked as {_MARKS.pattern!r}; it needs one")
+    return written
 
 
 def _line(one: Setting) -> str:
     default = json.dumps(one.kind.plain(one.default))
-    given_by = "flag only" if one.place is Place.FLAG_ONLY else f"flag, `{one.variable}`, file"
+    given_by = {
+        Place.FLAG_ONLY: "flag only",
+        Place.ANYWHERE: f"flag, `{one.variable}`, file",
+        Place.TOOLS: f"`{one.variable}`, file",
+    }[one.place]
     return f"| `{one.name}` | `{default}` | {one.kind.rule} | {given_by} | {one.meaning} |"
 
 

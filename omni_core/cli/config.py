@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from omni_core.backend import BackendError
-from omni_core.backend.registry import load_backend_class
+from omni_core.backend.registry import explain_backends, load_backend_class
 from omni_core.cli.setting_sources import add_setting_sources, resolve_settings
 from omni_core.cli.tables import JSON, add_format_argument, print_json, render_table
 from omni_core.settings.errors import SettingsError
@@ -79,7 +79,7 @@ def run_schema(args: argparse.Namespace) -> int:
     rows = [
         (
             one.name,
-            one.variable if one.place is Place.ANYWHERE else "-",
+            "-" if one.place is Place.FLAG_ONLY else one.variable,
             _shown(one.kind.plain(one.default)),
             one.kind.rule,
         )
@@ -102,6 +102,10 @@ def _not_runnable_here(resolved: ResolvedSettings) -> Iterator[str]:
             load_backend_class(stage.backend)
         except BackendError as error:
             yield f"{places['backend']}={stage.backend!r}: {error}"
+            return
+        for report in explain_backends():
+            if report.installed.name == stage.backend and (report.reason or report.refuses):
+                yield f"{places['backend']}={stage.backend!r}: {report.reason or f'it refuses {report.refuses}'}"
 
 
 def _tell(problems: tuple[str, ...], args: argparse.Namespace) -> int:

@@ -7,6 +7,7 @@ import argparse
 import json
 import os
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 
 from omni_core.settings.errors import SettingsError
@@ -37,7 +38,7 @@ def resolve_settings(args: argparse.Namespace, flags: Iterable[GivenValue] = ())
     Raises:
         SettingsError: tells every mistake.
     """
-    return resolve([*flags, *_from_arguments(args)], os.environ, args.file)
+    return resolve(chain(flags, _from_arguments(args)), os.environ, args.file)
 
 
 def _from_arguments(args: argparse.Namespace) -> Iterator[GivenValue]:
@@ -47,4 +48,6 @@ def _from_arguments(args: argparse.Namespace) -> Iterator[GivenValue]:
             additional_config = json.loads(args.additional_config)
         except ValueError as error:
             raise SettingsError(f"--additional-config is not JSON: {error}") from error
+        if not isinstance(additional_config, dict):
+            raise SettingsError(f"--additional-config is not a JSON object but {args.additional_config}")
         yield from from_additional_config(additional_config)

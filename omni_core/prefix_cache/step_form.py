@@ -79,7 +79,7 @@ class KnownForms:
     def remember(self, key: _FormKey, form: StepForm) -> None:
         """A step of this form was saved: its keys have rows in the pool, its devices are right."""
         if len(self._forms) == _MAX_FORMS:
-            self._forms.clear()
+            del self._forms[next(iter(self._forms))]
         self._forms[key] = form
 
 

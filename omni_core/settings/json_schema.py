@@ -13,7 +13,7 @@ DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
 def json_schema(place: Place) -> dict[str, Any]:
     """What may be given there: in the configuration file (`ANYWHERE`), or in the flag too (`FLAG_ONLY`)."""
-    allowed = [one for one in SCHEMA if one.place is Place.ANYWHERE or place is Place.FLAG_ONLY]
+    allowed = [one for one in SCHEMA if one.place is not Place.FLAG_ONLY or place is Place.FLAG_ONLY]
     return {
         "$schema": DIALECT,
         "title": "Omni Core settings",

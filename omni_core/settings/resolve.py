@@ -90,16 +90,20 @@ def stage_settings(additional_config: Any, environment: Mapping[str, str]) -> Re
 
 
 def resolve(flags: Iterable[GivenValue], environment: Mapping[str, str], file: Path | None = None) -> ResolvedSettings:
-    """Every setting from all sources. Reads `file`, or else the one the environment names.
+    """Every setting from all sources. Reads `file` (`--file` in errors), or else the one the environment names.
 
     Raises:
         SettingsError: tells every mistake of every source, also of a value that another source overrides.
     """
     named = environment.get(CONFIG_FILE_VARIABLE)
-    path = file or (Path(named).expanduser() if named else None)
+    in_file: Iterable[GivenValue] = ()
+    if file is not None:
+        in_file = from_file(file, "--file")
+    elif named:
+        in_file = from_file(Path(named).expanduser())
     problems: list[str] = []
     chosen: dict[str, ResolvedValue] = {}
-    for source in (flags, from_environment(environment), () if path is None else from_file(path)):
+    for source in (flags, from_environment(environment), in_file):
         try:
             for given in source:
                 try:
@@ -126,6 +130,10 @@ def _understood(given: GivenValue) -> ResolvedValue:
             f"{given.shown_as}={given.value!r}: {known.name} decides what vLLM compiles, so it must be part of vLLM's "
             f'compile-cache key: give it in --additional-config \'{{"{SECTION}": {{"{known.name}": ...}}}}\''
         )
+    if known.place is Place.TOOLS and given.for_stage:
+        raise SettingsError(
+            f"{given.shown_as}={given.value!r}: no stage reads {known.name}; give it as {known.variable}"
+        )
     try:
         value = known.kind.from_text(given.value) if given.is_text else known.kind.from_value(given.value)
     except NotOfKindError as error:
@@ -134,8 +142,8 @@ def _understood(given: GivenValue) -> ResolvedValue:
 
 
 def _unknown(given: GivenValue) -> str:
-    names = [one.name for one in SCHEMA if one.place is Place.ANYWHERE or given.origin is Origin.FLAG]
-    near = difflib.get_close_matches(given.name, names, n=1)
+    names = [one.name for one in SCHEMA if one.place is not Place.FLAG_ONLY or given.origin is Origin.FLAG]
+    near = difflib.get_close_matches(given.name.removeprefix(VARIABLE_PREFIX).lower(), names, n=1)
     if given.origin is Origin.ENVIRONMENT:
         near = [VARIABLE_PREFIX + name.upper() for name in near]
     hint = f"; did you mean {near[0]!r}?" if near else "."

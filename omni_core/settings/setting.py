@@ -17,6 +17,8 @@ class Place(Enum):
     """Where a setting may be given."""
 
     ANYWHERE = "flag, environment or file"
+    TOOLS = "command line's flag, environment or file"
+    """No stage reads it."""
     FLAG_ONLY = "flag"
     """It decides what vLLM compiles. Of our settings only the flag's are hashed into the key of vLLM's compile cache
     (`VllmConfig.compute_hash`); given elsewhere, it could meet code compiled for another value."""

@@ -186,6 +186,7 @@ class ToolSettings:
         metadata=declared(
             OptionalName(of="folder"),
             "Where `omni-core demo` keeps the model it prepares. `null`: `omni-core` in the user's cache folder.",
+            place=Place.TOOLS,
         ),
     )
 

@@ -66,7 +66,12 @@ def test_validate_has_nothing_to_say_of_what_can_be_run_with(capsys):
         (["--set", "backend=tpu"], "--set backend='tpu': no backend is installed under the name 'tpu'; installed: "),
         (["--additional-config", "{"], "--additional-config is not JSON: "),
         (["--additional-config", '{"omni_core": 1}'], "additional_config['omni_core'] is a int; make it a mapping"),
-        (["--file", "/no/such/file"], "OMNI_CORE_CONFIG_FILE=/no/such/file: cannot be read: "),
+        (["--additional-config", '"on"'], '--additional-config is not a JSON object but "on"'),
+        (["--additional-config", '{"omnicore": {}}'], "no section 'omni_core', but one called 'omnicore'; rename it"),
+        (["--additional-config", '{"omni_core": {"home": "x"}}'], "no stage reads home; give it as OMNI_CORE_HOME"),
+        (["--set", "tap=1", "--set", "tap=0"], "--set tap is given twice"),
+        (["--set", "backend=cuda"], "--set backend='cuda': "),
+        (["--file", "/no/such/file"], "--file=/no/such/file: cannot be read: "),
     ],
 )
 def test_validate_tells_each_kind_of_mistake(arguments, told, capsys):

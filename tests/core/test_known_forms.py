@@ -92,6 +92,39 @@ def test_outputs_that_want_gradients_are_copied_without_them(make_rig):
             taken.release()
 
 
+@pytest.mark.parametrize("make", [lambda t: t.t().contiguous().t(), lambda t: t.repeat_interleave(2, 0)[::2], torch.clone])
+def test_rows_are_right_however_they_lie_in_memory_and_whatever_mode_made_them(make_rig, make):
+    rig = make_rig(keys=CODES, policy=ModelCachePolicy(token_keys={"codes"}), staging_depth=DEPTH, block_size=16)
+    rig.run(new("A", [1, 2], run=2)).release()
+    for number in range(2, 2 + 3 * DEPTH, 2):
+        with torch.inference_mode(number % 4 == 0):
+            rig.begin(more("A", 2))
+            taken = rig.take(rig.save({"codes": make(rig.rows("codes"))}, hidden=make(rig.rows()), keys=()))
+        assert_rows(taken["A"], ("A", number, number + 2))
+        assert_rows(taken["A"], ("A", number, number + 2), key="codes", trailing=(2,), dtype=torch.int64)
+
+
+def test_keys_in_another_order_are_another_form(make_rig):
+    keys = CODES | {"marks": ((2,), torch.int64)}
+    rig = make_rig(keys=keys, policy=ModelCachePolicy(token_keys=keys), staging_depth=DEPTH, block_size=16)
+    rig.run(new("A", [1, 2], run=1)).release()
+    for number in range(1, 1 + 3 * DEPTH):
+        order = ("codes", "marks") if number % 2 else ("marks", "codes")
+        rig.begin(more("A"))
+        taken = rig.take(rig.save({key: rig.rows(key) for key in order}, keys=()))
+        for key in keys:
+            assert_rows(taken["A"], ("A", number, number + 1), key=key, trailing=(2,), dtype=torch.int64)
+
+
+def test_more_forms_than_are_remembered(make_rig):
+    rig = make_rig(staging_depth=DEPTH, block_size=16, num_blocks=128, max_num_tokens=128)
+    for _ in range(2):
+        for rows in range(1, 100):
+            taken = rig.run(new("A", range(1, 9), run=rows), finish=["A"])
+            assert_rows(taken["A"], ("A", 0, rows))
+            taken.release()
+
+
 def test_a_new_policy_is_understood_anew(make_rig):
     rig = make_rig(keys=CODES, policy=ModelCachePolicy(request_keys={"codes"}))
     rig.cache.register_policy(ModelCachePolicy(token_keys={"codes"}))

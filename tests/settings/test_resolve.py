@@ -228,6 +228,18 @@ def test_an_unknown_variable_names_the_nearest_known_one():
         read({"OMNI_CORE_STAGING_DEPHT": "4"})
 
 
+def test_a_variable_in_other_letters_is_another_one():
+    with pytest.raises(SettingsError, match=r"OMNI_CORE_staging_depth; did you mean 'OMNI_CORE_STAGING_DEPTH'\?"):
+        read({"OMNI_CORE_staging_depth": "4", "OMNI_CORE_STAGING_DEPTH": "5"})
+
+
+def test_a_section_called_almost_like_ours_is_told_and_others_are_left_alone():
+    for near in ("omnicore", "omni-core", "omni_cores", "Omni_core"):
+        with pytest.raises(SettingsError, match=f"one called '{near}'; rename it"):
+            stage_settings({near: {"enabled": True}}, {})
+    assert not stage_settings({"omni": 1, "ascend_scheduler_config": {}, "core": 2}, {}).stage().enabled
+
+
 def test_variables_of_others_are_none_of_ours():
     assert read({"OMNI_COREX": "1", "VLLM_OMNI_CORE_TAP": "true", "HOME": "/"}) == StageSettings()
 
@@ -273,7 +285,7 @@ def test_a_wrong_value_of_a_file_names_file_key_and_rule(file):
 
 
 def test_a_file_that_is_not_there_or_not_toml_is_named(file, tmp_path):
-    with pytest.raises(SettingsError, match=r"OMNI_CORE_CONFIG_FILE=.*nowhere\.toml: cannot be read: .*unset it"):
+    with pytest.raises(SettingsError, match=r"OMNI_CORE_CONFIG_FILE=.*nowhere\.toml: cannot be read: .*leave it out"):
         read({"OMNI_CORE_CONFIG_FILE": str(tmp_path / "nowhere.toml")})
     with pytest.raises(SettingsError, match=r"OMNI_CORE_CONFIG_FILE=.*: is not TOML: .*line 1"):
         read(file("staging_depth: 4"))
