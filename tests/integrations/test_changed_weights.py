@@ -1,134 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights or adapters change under a running stage: nothing stored before is served, nothing in flight is lost."""
+"""Weights change under a running stage: nothing stored before is served, nothing in flight is lost."""
 
 import logging
-from types import SimpleNamespace
 
 import fake_runner as fake
 import pytest
 import torch
-from fake_stage import FakeStage
+from changing_stage import NEW, OLD, PROMPT, Worker, adapter, computed_by
 
-from omni_core.integrations.vllm.adapter_files import AdapterFiles
-from omni_core.integrations.vllm.changed_weights import ChangedWeightsMixin
 from omni_core.integrations.vllm.errors import RpcArgumentError
 from omni_core.integrations.vllm.rpc.stage_client import bump_stage_version, reset_stage
-from omni_core.integrations.vllm.rpc.worker_calls import WorkerCalls, answer
-from omni_core.settings.stage_settings import OnError
 from omni_core.sinks.errors import UnknownRequestError
 from omni_core.sinks.rows import RequestEnd
 
-PROMPT = [11, 12, 13, 14, 15, 16]
-OLD, NEW = 0.0, 100.0
-"""Added to every row by the weights."""
-
-
-class VllmWorker:
-    """What vLLM's worker has, as far as weights go."""
-
-    def __init__(self, runner):
-        self.model_runner = runner
-        self.broken = False
-
-    def _change(self):
-        self.model_runner.row_offset = NEW
-        if self.broken:
-            raise RuntimeError("half of the weights are loaded")
-
-    def reload_weights(self, *args, **kwargs):
-        self._change()
-
-    def start_weight_update(self):
-        """Nothing is changed yet."""
-
-    start_draft_weight_update = start_weight_update
-
-    def update_weights(self, update_info):
-        self._change()
-
-    def finish_weight_update(self):
-        self._change()
-
-    def sleep(self, level=1):
-        """The device's memory is given up."""
-
-    def wake_up(self, tags=None):
-        """It is back."""
-
-    def add_lora(self, lora_request):
-        self.model_runner.loaded_adapters.add(lora_request.lora_int_id)
-        return True
-
-    def remove_lora(self, lora_id):
-        self.model_runner.loaded_adapters.discard(lora_id)
-        return True
-
-
-class Worker(ChangedWeightsMixin, VllmWorker):
-    pass
-
-
-class Stage(FakeStage):
-    """A worker's stage and the worker; also what `LLM.collective_rpc` reaches."""
-
-    def __init__(self, **settings):
-        super().__init__(**({"on_error": OnError.ISOLATE} | settings))
-        self.worker = Worker(self.runner)
-        self.worker.omni_core_session = self.session
-        self.calls = WorkerCalls(self.session)
-
-    def serve(self, name, blocks, hit=0, adapter=None):
-        """Run a whole request; returns its end and rows."""
-        req_id = f"{name}-00000001"
-        new = [(req_id, PROMPT, blocks, hit, len(PROMPT) - hit)]
-        self.step(fake.scheduled(new=new, lora_request=adapter))
-        self.step(fake.scheduled(finished=[req_id]))
-        self.session.flush(still_running=())
-        return self.stored(req_id)
-
-    def refuses(self, *request, **options):
-        """Whether the request gets no rows because those of its hit are of old weights, or of another adapter."""
-        with pytest.raises(UnknownRequestError, match="the weights or the adapter changed"):
-            self.serve(*request, **options)
-        return True
-
-    @property
-    def version(self):
-        return self.session.cache.stats().weight_version
-
-    def collective_rpc(self, method, args=()):
-        call = {"omni_core_reset": self.calls.reset, "omni_core_bump": self.calls.bump}[method]
-        return [answer(call, args, {})]
-
 
 @pytest.fixture
-def make_stage():
-    made = []
-
-    def make(**settings):
-        made.append(Stage(**settings))
-        return made[-1]
-
-    yield make
-    for stage in made:
-        stage.session.close()
-
-
-@pytest.fixture
-def stage(make_stage):
-    return make_stage()
-
-
-def computed_by(stored, offset):
-    return torch.equal(
-        stored.hidden_states, torch.tensor([fake.row_of(PROMPT, at) for at in range(len(PROMPT))]) + offset
-    )
-
-
-def adapter(number, path="", *, load_inplace=False):
-    return SimpleNamespace(
-        lora_int_id=number, lora_name=f"adapter {number}", lora_path=str(path), load_inplace=load_inplace
-    )
+def stage(changing_stage):
+    return changing_stage
 
 
 CHANGES = {
@@ -228,68 +116,6 @@ def test_rows_that_were_given_up_are_said_once_with_what_to_do(stage, caplog):
     [record] = caplog.records
     assert "6 stored rows" in record.getMessage()
     assert "reset_prefix_cache()" in record.getMessage()
-
-
-# -- adapters
-
-
-def test_an_adapter_that_is_loaded_again_keeps_none_of_its_rows(stage):
-    stage.worker.add_lora(adapter(7))
-    stage.serve("a", [1, 2], adapter=adapter(7))
-    stage.serve("base", [3, 4])
-    stage.worker.add_lora(adapter(7, load_inplace=True))
-    assert stage.refuses("b", [1, 5], hit=4, adapter=adapter(7))
-    assert computed_by(stage.serve("c", [3, 6], hit=4), OLD)
-    assert stage.session.cache.stats().adapter_versions[7] == 2
-
-
-def test_an_adapter_that_vllm_holds_already_is_not_loaded_again(make_stage):
-    stage = make_stage()
-    stage.runner.lora_config = SimpleNamespace()
-    stage.worker.add_lora(adapter(7))
-    stage.serve("a", [1, 2], adapter=adapter(7))
-    stage.worker.add_lora(adapter(7))
-    assert computed_by(stage.serve("b", [1, 5], hit=4, adapter=adapter(7)), OLD)
-
-
-def test_an_adapter_that_was_removed_keeps_none_of_its_rows(stage):
-    stage.serve("a", [1, 2], adapter=adapter(7))
-    stage.worker.remove_lora(7)
-    assert stage.refuses("b", [1, 5], hit=4, adapter=adapter(7))
-
-
-def test_another_id_under_the_same_name_shares_no_rows(stage):
-    """vLLM's hashes are of name and path, and a server gives a name that was unloaded a new id."""
-    stage.serve("a", [1, 2], adapter=adapter(7))
-    assert stage.refuses("b", [1, 5], hit=4, adapter=adapter(8))
-
-
-def test_a_step_that_reads_other_files_than_before_serves_none_of_the_old_rows(stage, tmp_path):
-    weights = tmp_path / "adapter_model.safetensors"
-    weights.write_bytes(b"old")
-    stage.runner.lora_config = SimpleNamespace()
-    in_place = adapter(7, tmp_path, load_inplace=True)
-    stage.serve("a", [1, 2], adapter=in_place)
-    assert computed_by(stage.serve("b", [1, 3], hit=4, adapter=in_place), OLD)
-    weights.write_bytes(b"newer")
-    assert stage.refuses("c", [1, 4], hit=4, adapter=in_place)
-
-
-def test_files_matter_only_where_vllm_reads_them(tmp_path):
-    weights = tmp_path / "adapter_model.safetensors"
-    files = AdapterFiles()
-
-    def changed_after(content, *, loaded, load_inplace=False):
-        weights.write_bytes(content)
-        return files.changed([adapter(7, tmp_path, load_inplace=load_inplace)] * 2, loaded)
-
-    assert changed_after(b"1", loaded=set()) == []
-    assert changed_after(b"22", loaded={7}) == []
-    assert changed_after(b"333", loaded={7}, load_inplace=True) == [7]
-    assert changed_after(b"333", loaded={7}, load_inplace=True) in ([], [7])
-    assert changed_after(b"4444", loaded=set()) == [7]
-    assert files.changed([adapter(7, tmp_path / "other")], set()) == [7]
-    assert files.changed([adapter(8, "someone/adapter")], set()) == []
 
 
 # -- an operator's own calls

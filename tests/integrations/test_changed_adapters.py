@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Adapters change under a running stage: the rows of the adapter before are not served, those of others are."""
+
+from types import SimpleNamespace
+
+import pytest
+from changing_stage import OLD, adapter, computed_by
+
+from omni_core.integrations.vllm.adapter_files import AdapterFiles
+
+
+@pytest.fixture
+def stage(changing_stage):
+    return changing_stage
+
+
+def test_an_adapter_that_is_loaded_again_keeps_none_of_its_rows(stage):
+    stage.worker.add_lora(adapter(7))
+    stage.serve("a", [1, 2], adapter=adapter(7))
+    stage.serve("base", [3, 4])
+    stage.worker.add_lora(adapter(7, load_inplace=True))
+    assert stage.refuses("b", [1, 5], hit=4, adapter=adapter(7))
+    assert computed_by(stage.serve("c", [3, 6], hit=4), OLD)
+    assert stage.session.cache.stats().adapter_versions[7] == 2
+
+
+def test_an_adapter_that_vllm_holds_already_is_not_loaded_again(stage):
+    stage.runner.lora_config = SimpleNamespace()
+    stage.worker.add_lora(adapter(7))
+    stage.serve("a", [1, 2], adapter=adapter(7))
+    stage.worker.add_lora(adapter(7))
+    assert computed_by(stage.serve("b", [1, 5], hit=4, adapter=adapter(7)), OLD)
+
+
+def test_an_adapter_that_was_removed_keeps_none_of_its_rows(stage):
+    stage.serve("a", [1, 2], adapter=adapter(7))
+    stage.worker.remove_lora(7)
+    assert stage.refuses("b", [1, 5], hit=4, adapter=adapter(7))
+
+
+def test_another_id_under_the_same_name_shares_no_rows(stage):
+    """vLLM's hashes are of name and path, and a server gives a name that was unloaded a new id."""
+    stage.serve("a", [1, 2], adapter=adapter(7))
+    assert stage.refuses("b", [1, 5], hit=4, adapter=adapter(8))
+
+
+def test_a_step_that_reads_other_files_than_before_serves_none_of_the_old_rows(stage, tmp_path):
+    weights = tmp_path / "adapter_model.safetensors"
+    weights.write_bytes(b"old")
+    stage.runner.lora_config = SimpleNamespace()
+    in_place = adapter(7, tmp_path, load_inplace=True)
+    stage.serve("a", [1, 2], adapter=in_place)
+    assert computed_by(stage.serve("b", [1, 3], hit=4, adapter=in_place), OLD)
+    weights.write_bytes(b"newer")
+    assert stage.refuses("c", [1, 4], hit=4, adapter=in_place)
+
+
+def test_files_matter_only_where_vllm_reads_them(tmp_path):
+    weights = tmp_path / "adapter_model.safetensors"
+    files = AdapterFiles()
+
+    def changed_after(content, *, loaded, load_inplace=False):
+        weights.write_bytes(content)
+        return files.changed([adapter(7, tmp_path, load_inplace=load_inplace)] * 2, loaded)
+
+    assert changed_after(b"1", loaded=set()) == []
+    assert changed_after(b"22", loaded={7}) == []
+    assert changed_after(b"333", loaded={7}, load_inplace=True) == [7]
+    assert changed_after(b"333", loaded={7}, load_inplace=True) in ([], [7])
+    assert changed_after(b"4444", loaded=set()) == [7]
+    assert files.changed([adapter(7, tmp_path / "other")], set()) == [7]
+    assert files.changed([adapter(8, "someone/adapter")], set()) == []
