@@ -23,6 +23,8 @@ CHANGES = {
     "reload_weights": lambda worker: worker.reload_weights(),
     "update_weights": lambda worker: (worker.start_weight_update(), worker.update_weights({})),
     "finish_weight_update": lambda worker: (worker.start_weight_update(), worker.finish_weight_update()),
+    "reset_weights": lambda worker: worker.reset_weights(),
+    "weights discarded": lambda worker: (worker.discard(("weights",)), worker.wake_up()),
     "sleep without weights": lambda worker: (worker.sleep(2), worker.wake_up()),
     "weights wake alone": lambda worker: (worker.sleep(2), worker.wake_up(["kv_cache"]), worker.wake_up(["weights"])),
 }
@@ -63,6 +65,12 @@ def test_a_sleep_that_keeps_the_weights_is_no_new_version(stage):
     assert computed_by(stage.serve("b", [1, 3], hit=4), OLD)
 
 
+def test_what_is_discarded_beside_the_weights_is_no_new_version(stage):
+    stage.worker.discard(("kv_cache",))
+    stage.worker.wake_up()
+    assert stage.version == 0
+
+
 def test_an_update_of_the_draft_model_changes_no_row(stage):
     stage.worker.start_draft_weight_update()
     stage.worker.update_weights({})
@@ -74,7 +82,7 @@ def test_an_update_of_the_draft_model_changes_no_row(stage):
     assert stage.version == 2
 
 
-@pytest.mark.parametrize("name", ["reload_weights", "update_weights", "finish_weight_update"])
+@pytest.mark.parametrize("name", ["reload_weights", "update_weights", "finish_weight_update", "reset_weights"])
 def test_a_change_that_fails_half_way_is_one_too(stage, name):
     stage.serve("a", [1, 2])
     stage.worker.broken = True

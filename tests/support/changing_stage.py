@@ -44,6 +44,12 @@ class VllmWorker:
     def finish_weight_update(self):
         self._change()
 
+    def reset_weights(self):
+        self._change()
+
+    def discard(self, tags):
+        """The memory of these tags is given up."""
+
     def sleep(self, level=1):
         """The device's memory is given up."""
 

@@ -2,11 +2,13 @@
 """What a worker hears of changed weights: every call of vLLM's worker that may change them also tells the cache.
 
 In vLLM 0.27 to 0.32 (`v1/worker/gpu_worker.py`) weights change through `reload_weights`, through `update_weights` and
-`finish_weight_update` of a trainer, and through sleep: level 2 throws them away, and after `wake_up` they are whatever
-is loaded then. Level 1 brings back the same weights; the KV cache is lost, but the engine forgets its hashes before it
-sleeps, so no later request can hit what was stored. Adapters change through `add_lora` and `remove_lora`, and where a
-step loads one: see `adapter_files`. `reset_prefix_cache` does not reach the worker, and need not: the blocks begin new
-tenancies. What a function given to `collective_rpc` or `apply_model` does to the weights, no worker hears.
+`finish_weight_update` of a trainer, and through sleep: level 2 throws them away, as `discard` of their tag does (since
+0.31), and after `wake_up` they are whatever is loaded then. `reset_weights` (since 0.32; `POST /weight_checker` reaches
+it) makes every weight zero. Level 1 brings back the same weights; the KV cache is lost, but the engine forgets its
+hashes before it sleeps, so no later request can hit what was stored. Adapters change through `add_lora` and
+`remove_lora`, and where a step loads one: see `adapter_files`. `reset_prefix_cache` does not reach the worker, and need
+not: the blocks begin new tenancies. What a function given to `collective_rpc` or `apply_model` does to the weights, no
+worker hears.
 """
 
 from __future__ import annotations
@@ -69,12 +71,26 @@ class ChangedWeightsMixin:
             if not self._omni_core_draft_update:
                 self._weights_changed("finish_weight_update")
 
+    def reset_weights(self) -> None:
+        """Run vLLM's own, which 0.32 is the first to have: every weight is zero until others are loaded."""
+        try:
+            cast("Any", super()).reset_weights()
+        finally:
+            self._weights_changed("reset_weights")
+
     def sleep(self, level: int = 1) -> None:
         """Run vLLM's own. Steps already computed are delivered meanwhile: their rows lie on the host."""
         try:
             cast("Any", super()).sleep(level)
         finally:
             self._omni_core_weights_lost |= level >= _LEVEL_WITHOUT_WEIGHTS
+
+    def discard(self, tags: tuple[str, ...]) -> None:
+        """Run vLLM's own, which 0.31 is the first to have: the memory of these tags loses what it holds."""
+        try:
+            cast("Any", super()).discard(tags)
+        finally:
+            self._omni_core_weights_lost |= _WEIGHTS_TAG in tags
 
     def wake_up(self, tags: list[str] | None = None) -> None:
         """Run vLLM's own: after sleep that threw the weights away, others come in their place."""
@@ -83,7 +99,7 @@ class ChangedWeightsMixin:
         finally:
             if self._omni_core_weights_lost and (tags is None or _WEIGHTS_TAG in tags):
                 self._omni_core_weights_lost = False
-                self._weights_changed("wake_up after sleep at level 2")
+                self._weights_changed("wake_up without the weights of before")
 
     def add_lora(self, lora_request: Any) -> bool:
         """Run vLLM's own: an adapter that it reads from its files may be another one."""

@@ -55,8 +55,8 @@ def _has(module: str, owner: str | None, *names: str, since: Release = FIRST_REL
     return tuple(EngineFact(module, owner, name, since=since) for name in names)
 
 
-def _takes(module: str, owner: str | None, name: str, *parameters: str) -> EngineFact:
-    return EngineFact(module, owner, name, FactKind.CALL, parameters)
+def _takes(module: str, owner: str | None, name: str, *parameters: str, since: Release = FIRST_RELEASE) -> EngineFact:
+    return EngineFact(module, owner, name, FactKind.CALL, parameters, since)
 
 
 def _says(module: str, owner: str | None, name: str, expression: str) -> EngineFact:
@@ -132,8 +132,10 @@ CHANGED_WEIGHTS = (
     _takes(_WORKER, "Worker", "start_draft_weight_update"),
     _takes(_WORKER, "Worker", "update_weights", "update_info"),
     _takes(_WORKER, "Worker", "finish_weight_update"),
+    _takes(_WORKER, "Worker", "reset_weights", since=(0, 32)),
     _takes(_WORKER, "Worker", "sleep", "level"),
     _takes(_WORKER, "Worker", "wake_up", "tags"),
+    _takes(_WORKER, "Worker", "discard", "tags", since=(0, 31)),
     _takes(_CPU_WORKER, "CPUWorker", "sleep", "level"),
     _takes(_CPU_WORKER, "CPUWorker", "wake_up", "tags"),
     _says("v1/engine/core.py", "EngineCore", "sleep", "clear_prefix_cache = level >= 1"),
