@@ -13,7 +13,7 @@ from omni_core.backend.memory import CARVE_ALIGNMENT_BYTES
 from omni_core.prefix_cache.abandoned_copies import AbandonedCopies
 from omni_core.prefix_cache.block_pool import BlockMap, PrefixBlockPool, RowSpec
 from omni_core.prefix_cache.buffers import HostBufferPool
-from omni_core.prefix_cache.committer import Committer
+from omni_core.prefix_cache.committer import TASK_HOLDER, Committer
 from omni_core.prefix_cache.config import HIDDEN_KEY, PrefixCacheConfig
 from omni_core.prefix_cache.deferred_copier import DeferredCopier
 from omni_core.prefix_cache.deferred_memory import DeferredMemory
@@ -134,6 +134,7 @@ class OmniPrefixCacheController:
 
         Raises:
             HostMemoryError: there is no memory for them.
+            JoinTimeoutError: no part of it was done within `join_timeout_s`.
         """
         config = self._config
         specs = dict(config.key_rows)
@@ -191,6 +192,14 @@ class OmniPrefixCacheController:
             self.committer.abandon(slot, record.copy_done)
         if record.deferred is not None:
             self.copier.give_up(record.deferred)
+
+    def drop_half_saved(self, record: StepRecord, slot: StagingSlot) -> None:
+        """An internal error ended the saving of a step half way: its page must not stay held. State lock held."""
+        queued = TASK_HOLDER in slot.holders
+        for holder in slot.holders - {TASK_HOLDER}:
+            self.staging.release(slot, holder)
+        if not queued:  # else the write ends the page's use itself
+            self.drop(record, slot)
 
     def under_way(self, steps: OpenSteps) -> str:
         """Steps, writes and copies that have not ended, in words for errors. State lock held."""

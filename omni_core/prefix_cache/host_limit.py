@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 _UNLIMITED_FROM_BYTES = 1 << 60
@@ -29,6 +29,13 @@ class HostMemory:
     limit: HostLimit | None
     available: HostLimit | None
     """Free now, file pages that can be dropped included; other processes may take it at any time."""
+
+    def given_back(self, taken_bytes: int) -> HostMemory:
+        """The host as it would be if the caller gave back what it has taken already."""
+        if self.available is None or taken_bytes == 0:
+            return self
+        source = f"{self.available.source}, with the {taken_bytes} that this cache has already"
+        return replace(self, available=HostLimit(self.available.nbytes + taken_bytes, source))
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,11 +7,14 @@ import logging
 from dataclasses import dataclass
 
 from omni_core.prefix_cache.errors import HostMemoryError
-from omni_core.prefix_cache.host_limit import HostLimit, HostMemory
-from omni_core.prefix_cache.remedies import Remedy, remedies
+from omni_core.prefix_cache.host_limit import HostMemory
+from omni_core.prefix_cache.remedies import Remedy, remedies, remedy_pair
 from omni_core.prefix_cache.sizing import HostPlan, StageSizes
 
 logger = logging.getLogger(__name__)
+
+
+NO_SINGLE_SETTING = "No single setting makes it fit: give the container more memory, and the engine fewer blocks"
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +29,10 @@ class Fit:
     """What may not fit once blocks are filled, or is not free now."""
     remedies: tuple[Remedy, ...]
     """Settings of which each alone makes it fit."""
+    pair: tuple[Remedy, ...]
+    """Two settings that together make it fit; empty if one alone does, or no two do."""
+    start_remedies: tuple[Remedy, ...]
+    """Further ones of which each alone lets it start, with a warning."""
 
     @property
     def fits(self) -> bool:
@@ -36,58 +43,77 @@ class Fit:
 def judge_fit(sizes: StageSizes, host: HostMemory) -> Fit:
     """Hold the plan of a stage against a host. Pure."""
     plan = sizes.plan()
-    refusal, warning = start_problem(plan, host), growth_problem(plan, host)
-    ways: tuple[Remedy, ...] = ()
-    if refusal or warning:
-        ways = remedies(sizes, lambda changed: not (start_problem(changed, host) or growth_problem(changed, host)))
-    return Fit(plan, host, refusal, warning, ways)
+
+    def starts(changed: HostPlan) -> bool:
+        return start_problem(changed, host) is None
+
+    def fits(changed: HostPlan) -> bool:
+        return starts(changed) and growth_problem(changed, host) is None
+
+    alone = remedies(sizes, fits)
+    return Fit(
+        plan,
+        host,
+        refusal=start_problem(plan, host),
+        warning=growth_problem(plan, host),
+        remedies=alone,
+        pair=() if alone else remedy_pair(sizes, fits),
+        start_remedies=tuple(remedy for remedy in remedies(sizes, starts) if remedy not in alone),
+    )
 
 
 def start_problem(plan: HostPlan, host: HostMemory) -> str | None:
     """Why what is committed before the first step cannot be had, or `None`."""
-    if host.limit is not None and plan.start_on_host_bytes > host.limit.nbytes:
-        return (
-            f"{plan.start_on_host_bytes} bytes are needed before the first step ({plan.start_bytes} for each of "
-            f"{plan.caches_per_host} caches on this host), but {_allows(host.limit)}"
-        )
-    if host.available is not None and plan.start_bytes > host.available.nbytes:
-        return (
-            f"{plan.start_bytes} bytes are needed before the first step of this cache, but {host.available.nbytes} "
-            f"are free now ({host.available.source})"
-        )
-    return None
+    return _problem(
+        host,
+        "{} bytes are needed before the first step ({})",
+        "{} bytes are needed before the first step of this cache",
+        plan.start_on_host_bytes,
+        plan.start_bytes,
+        plan,
+    )
 
 
 def growth_problem(plan: HostPlan, host: HostMemory) -> str | None:
     """Why the caches may not fit once every block is filled, or `None`."""
-    if host.limit is not None and plan.most_on_host_bytes > host.limit.nbytes:
-        return (
-            f"caches on this host can come to {plan.most_on_host_bytes} bytes ({plan.most_bytes} for each of "
-            f"{plan.caches_per_host}), but {_allows(host.limit)}"
-        )
-    if host.available is not None and plan.most_bytes > host.available.nbytes:
-        return (
-            f"this cache can come to {plan.most_bytes} bytes, but {host.available.nbytes} are free now "
-            f"({host.available.source})"
-        )
-    return None
+    return _problem(
+        host,
+        "caches on this host can come to {} bytes ({})",
+        "this cache can come to {} bytes",
+        plan.most_on_host_bytes,
+        plan.most_bytes,
+        plan,
+    )
 
 
-def check_host_memory(sizes: StageSizes, host: HostMemory) -> HostPlan:
+def check_staging_memory(sizes: StageSizes, host: HostMemory) -> None:
+    """Refuse a cache whose staging cannot be had, whatever policy it gets. Before anything is allocated.
+
+    Raises:
+        HostMemoryError: names sizes, limit and settings.
+    """
+    staging = sizes.before_policy
+    fit = judge_fit(staging, host)
+    if fit.refusal is not None:
+        raise _refused(staging, fit)
+
+
+def check_host_memory(sizes: StageSizes, host: HostMemory, *, taken_bytes: int = 0) -> HostPlan:
     """Refuse a cache that cannot start; warn of one that may outgrow the limit or what is free. At start; logs once.
 
     Keys whose rows are not known yet come on top.
 
+    Args:
+        sizes: the stage, its policy known.
+        host: as it is now.
+        taken_bytes: what this cache has taken of it already.
+
     Raises:
         HostMemoryError: names sizes, limit and settings; nothing was allocated.
     """
-    fit = judge_fit(sizes, host)
-    config = sizes.config
+    fit = judge_fit(sizes, host.given_back(taken_bytes))
     if fit.refusal is not None:
-        raise HostMemoryError(
-            f"{fit.refusal}; staging_depth={config.staging_depth}, max_num_tokens={config.max_num_tokens}, "
-            f"pretouch={config.pretouch}. {_advice(fit)}"
-        )
+        raise _refused(sizes, fit)
     if fit.warning is not None:
         logger.warning("%s: %s. %s", fit.warning, _pool_in_words(sizes), _advice(fit))
     else:
@@ -100,28 +126,29 @@ def check_host_memory(sizes: StageSizes, host: HostMemory) -> HostPlan:
     return fit.plan
 
 
-def check_deferred_memory(sizes: StageSizes, host: HostMemory) -> None:
-    """Refuse deferred keys whose buffers cannot be had beside what the cache has allocated already. At start.
-
-    Raises:
-        HostMemoryError: names sizes, limit and settings; nothing was allocated.
-    """
-    plan = sizes.plan()
-    further_bytes = plan.cache.bounce_bytes + (plan.cache.deferred_ring_bytes if plan.device_is_host else 0)
-    if host.limit is not None and plan.start_on_host_bytes > host.limit.nbytes:
-        problem = start_problem(plan, HostMemory(host.limit, None))
-    elif host.available is not None and further_bytes > host.available.nbytes:
-        problem = f"{host.available.nbytes} are free now ({host.available.source})"
-    else:
-        return
-    raise HostMemoryError(
-        f"deferred keys {', '.join(sorted(sizes.deferred_keys))} need {further_bytes} bytes more: {problem}; lower "
-        f"device_staging_bytes={sizes.config.device_staging_bytes}, or declare the keys as token_keys"
-    )
+def _problem(
+    host: HostMemory, on_host: str, of_one: str, on_host_bytes: int, one_bytes: int, plan: HostPlan
+) -> str | None:
+    """Why so much cannot be had: of all caches on the host against its limit, of one against what is free now."""
+    if host.limit is not None and on_host_bytes > host.limit.nbytes:
+        parts = f"{one_bytes} for each of {plan.caches_per_host} caches on this host"
+        return f"{on_host.format(on_host_bytes, parts)}, but {host.limit.source} allows {host.limit.nbytes}"
+    if host.available is not None and one_bytes > host.available.nbytes:
+        return f"{of_one.format(one_bytes)}, but {host.available.nbytes} are free now ({host.available.source})"
+    return None
 
 
-def _allows(limit: HostLimit) -> str:
-    return f"{limit.source} allows {limit.nbytes}"
+def _refused(sizes: StageSizes, fit: Fit) -> HostMemoryError:
+    config = sizes.config
+    settings = [
+        f"staging_depth={config.staging_depth}",
+        f"max_num_tokens={config.max_num_tokens}",
+        f"pretouch={config.pretouch}",
+    ]
+    if sizes.deferred_keys:
+        names = ", ".join(sorted(sizes.deferred_keys))
+        settings.append(f"device_staging_bytes={config.device_staging_bytes} for the deferred keys {names}")
+    return HostMemoryError(f"{fit.refusal}; {', '.join(settings)}. {_advice(fit)}")
 
 
 def _pool_in_words(sizes: StageSizes) -> str:
@@ -133,6 +160,13 @@ def _pool_in_words(sizes: StageSizes) -> str:
 
 
 def _advice(fit: Fit) -> str:
-    if fit.remedies:
-        return f"Any of these makes it fit: {'; '.join(map(str, fit.remedies))}"
-    return "No single setting makes it fit: give the container more memory, and the engine fewer blocks"
+    told = [f"Any of these makes it fit: {_listed(fit.remedies)}" if fit.remedies else NO_SINGLE_SETTING]
+    if fit.pair:
+        told.append(f"These two together make it fit: {_listed(fit.pair)}")
+    if fit.start_remedies:
+        told.append(f"Any of these lets it start: {_listed(fit.start_remedies)}")
+    return ". ".join(told)
+
+
+def _listed(ways: tuple[Remedy, ...]) -> str:
+    return "; ".join(map(str, ways))

@@ -26,7 +26,7 @@ from omni_core.prefix_cache.errors import (
 from omni_core.prefix_cache.event_digest import digest_events
 from omni_core.prefix_cache.events import StepEvents, StepLayout
 from omni_core.prefix_cache.host_limit import host_memory
-from omni_core.prefix_cache.host_memory import check_deferred_memory, check_host_memory
+from omni_core.prefix_cache.host_memory import check_host_memory, check_staging_memory
 from omni_core.prefix_cache.outputs import PartialRequest, StageCacheOutputs
 from omni_core.prefix_cache.planner import ReadPlanner
 from omni_core.prefix_cache.policy import ModelCachePolicy
@@ -79,7 +79,7 @@ class OmniPrefixCacheManager:
         """
         known_rows = {key: spec.row_bytes for key, spec in config.key_rows.items()}
         self._sizes = StageSizes(config, known_rows, device_is_host=device.type == "cpu")
-        check_host_memory(self._sizes, host_memory())
+        check_staging_memory(self._sizes, host_memory())
         self.config = config
         self._state = CacheState(runtime)
         self._table = SlotTable(config.num_blocks, config.block_size)
@@ -142,7 +142,8 @@ class OmniPrefixCacheManager:
         """Take the model's declaration. Engine thread, at load, before the first step.
 
         Slow if it declares deferred keys: allocates `device_staging_bytes` on the device, and two pinned buffers. Slow
-        with `pretouch`: commits the pool's memory for hidden rows, if they are kept, and for `key_rows`.
+        with `pretouch`: commits the pool's memory for hidden rows, if they are kept, and for `key_rows`. What all that
+        comes to is checked before, and logged: as a warning if it may outgrow the host.
 
         Args:
             policy: the model's.
@@ -152,6 +153,7 @@ class OmniPrefixCacheManager:
             StepOrderError: a step has already started.
             CacheClosedError: the cache is closed.
             HostMemoryError: memory for deferred rows or the pre-touch is not there; nothing was changed.
+            JoinTimeoutError: no part of the pre-touch was done within `join_timeout_s`; nothing was changed.
             MemoryError: the device or the host refused; nothing was changed.
         """
         with self._state.lock:
@@ -159,10 +161,8 @@ class OmniPrefixCacheManager:
                 raise StepOrderError("register_policy was called after the first step; register it at load")
             if self._state.closing:
                 raise CacheClosedError("register_policy: the cache is closed")
-        if policy.deferred_keys:
-            keeps_hidden = policy.needs_full_hidden_states
-            sizes = replace(self._sizes, deferred_keys=policy.deferred_keys, keeps_hidden=keeps_hidden)
-            check_deferred_memory(sizes, host_memory())
+        sizes = replace(self._sizes, deferred_keys=policy.deferred_keys, keeps_hidden=policy.needs_full_hidden_states)
+        check_host_memory(sizes, host_memory(), taken_bytes=self._sizes.before_policy.plan().start_bytes)
         prepared = self._controller.pretouch(policy, on_pretouch) if self.config.pretouch else {}
         memory = self._controller.allocate_deferred(policy)
         with self._state.lock:

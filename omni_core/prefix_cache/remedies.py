@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What to change when a stage does not fit: for each setting alone, the largest value with which it would. Pure."""
+"""What to change when a stage does not fit: for each setting alone, or two, the largest values that do. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import combinations
 from operator import attrgetter
 
 from omni_core.prefix_cache.config import PrefixCacheConfig
@@ -16,9 +17,13 @@ MIN_STAGING_DEPTH = 2
 """What the vLLM integration needs: one page is kept for a step that has to be given up."""
 
 
+_SHARES = 64
+"""In so many steps two settings are lowered together."""
+
+
 @dataclass(frozen=True, slots=True)
 class Remedy:
-    """One setting that alone makes a stage fit."""
+    """One setting that makes a stage fit, alone or with another."""
 
     setting: str
     value: int
@@ -48,6 +53,10 @@ class _Knob:
             middle = (low + high) // 2
             low, high = (middle, high) if fits(self.changed(sizes, middle).plan()) else (low, middle)
         return low
+
+    def between(self, sizes: StageSizes, share: float) -> int:
+        """The value so far from the least one on the way to the present one."""
+        return self.least + int((self.present(sizes) - self.least) * share)
 
 
 def _of_config(
@@ -102,6 +111,13 @@ _KNOBS = (
         lambda sizes, value: replace(sizes, layer_keys=sizes.layer_keys[:value]),
     ),
     _Knob(
+        "sink_queue_bytes",
+        "omni_core.sink_queue_bytes",
+        1,
+        lambda sizes: sizes.sink_queue_bytes,
+        lambda sizes, value: replace(sizes, sink_queue_bytes=value),
+    ),
+    _Knob(
         "sink_bytes",
         "omni_core.sink_options: max_bytes or max_open_bytes",
         0,
@@ -136,3 +152,36 @@ def remedies(sizes: StageSizes, fits: Callable[[HostPlan], bool]) -> tuple[Remed
     return tuple(
         Remedy(knob.setting, value, knob.present(sizes), knob.how) for knob, value in found if value is not None
     )
+
+
+def remedy_pair(sizes: StageSizes, fits: Callable[[HostPlan], bool]) -> tuple[Remedy, ...]:
+    """Two settings that together make the stage fit, both changed by about the same share; empty if no two do.
+
+    Neither can be raised by one while the other stays. Meant for a stage that no setting alone makes fit.
+
+    Args:
+        sizes: the stage.
+        fits: whether a plan fits; more memory never fits better.
+    """
+    movable = [knob for knob in _KNOBS if knob.least < knob.present(sizes)]
+    for one, other in combinations(movable, 2):
+        if fits(_both(sizes, one, other, 0.0).plan()):
+            shares = (step / _SHARES for step in range(_SHARES, -1, -1))
+            share = next(share for share in shares if fits(_both(sizes, one, other, share).plan()))
+            return _raised(sizes, one, other, share, fits)
+    return ()
+
+
+def _both(sizes: StageSizes, one: _Knob, other: _Knob, share: float) -> StageSizes:
+    return other.changed(one.changed(sizes, one.between(sizes, share)), other.between(sizes, share))
+
+
+def _raised(
+    sizes: StageSizes, one: _Knob, other: _Knob, share: float, fits: Callable[[HostPlan], bool]
+) -> tuple[Remedy, ...]:
+    """Each as large as it may be while the other stays."""
+    values = {one: one.between(sizes, share), other: other.between(sizes, share)}
+    for knob, fixed in ((other, one), (one, other)):
+        largest = knob.largest_that_fits(fixed.changed(sizes, values[fixed]), fits)
+        values[knob] = values[knob] if largest is None else largest
+    return tuple(Remedy(knob.setting, value, knob.present(sizes), knob.how) for knob, value in values.items())

@@ -128,6 +128,12 @@ class StageSizes:
         return replace(self.config, extra_row_bytes=self.config.extra_row_bytes + layer_bytes)
 
     @property
+    def before_policy(self) -> StageSizes:
+        """What is allocated whatever the policy says: staging, and no row of any key."""
+        config = replace(self.cache_config, pretouch=False)
+        return replace(self, config=config, row_bytes={}, deferred_keys=(), keeps_hidden=False, layer_keys=())
+
+    @property
     def stored_row_bytes(self) -> dict[str, int]:
         """Every stored key, and the bytes of one row."""
         like_hidden = ((HIDDEN_KEY,) if self.keeps_hidden else ()) + self.layer_keys

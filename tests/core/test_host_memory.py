@@ -11,7 +11,7 @@ from omni_core.prefix_cache.block_pool import RowSpec
 from omni_core.prefix_cache.config import HIDDEN_KEY, PrefixCacheConfig
 from omni_core.prefix_cache.errors import HostMemoryError
 from omni_core.prefix_cache.host_limit import HostLimit, HostMemory
-from omni_core.prefix_cache.host_memory import check_deferred_memory, check_host_memory, judge_fit
+from omni_core.prefix_cache.host_memory import check_host_memory, check_staging_memory, judge_fit
 from omni_core.prefix_cache.sizing import StageSizes, plan_cache
 
 GIB = 1 << 30
@@ -142,20 +142,35 @@ def test_further_keys_that_are_known_are_part_of_the_check():
     assert fit.plan.most_bytes > 20_000 * 16 * (65_536 + 2 * 4096)
 
 
-def test_buffers_of_deferred_keys_are_checked_beside_what_is_there_already():
+def test_what_the_policy_adds_is_checked_beside_what_is_there_already():
     deferred = replace(sizes(device_staging_bytes=GIB, extra_step_bytes=GIB), deferred_keys=("mel",))
-    bounce_bytes = deferred.plan().cache.bounce_bytes
+    staging_bytes, bounce_bytes = deferred.plan().cache.staging_bytes, deferred.plan().cache.bounce_bytes
     assert bounce_bytes > GIB
-    check_deferred_memory(deferred, host(16 * GIB, available_bytes=bounce_bytes))
+    check_host_memory(deferred, host(16 * GIB, available_bytes=bounce_bytes), taken_bytes=staging_bytes)
     with pytest.raises(
-        HostMemoryError, match=rf"mel need {bounce_bytes} bytes more: .* free now.*device_staging_bytes="
+        HostMemoryError,
+        match=rf"{staging_bytes + bounce_bytes} bytes are needed .* are free now .*, with the {staging_bytes} that "
+        rf"this cache has already\).*device_staging_bytes={GIB} for the deferred keys mel\..*device_staging_bytes {GIB} →",
     ):
-        check_deferred_memory(deferred, host(16 * GIB, available_bytes=bounce_bytes - 1))
+        check_host_memory(deferred, host(16 * GIB, available_bytes=bounce_bytes - 1), taken_bytes=staging_bytes)
     with pytest.raises(HostMemoryError, match="but the machine's memory allows 4294967296"):
-        check_deferred_memory(deferred, host(4 * GIB))
+        check_host_memory(deferred, host(4 * GIB), taken_bytes=staging_bytes)
     on_cpu = replace(deferred, device_is_host=True)
-    with pytest.raises(HostMemoryError, match=f"need {bounce_bytes + GIB} bytes more"):
-        check_deferred_memory(on_cpu, host(64 * GIB, available_bytes=bounce_bytes + GIB - 1))
+    taken_bytes = on_cpu.before_policy.plan().start_bytes
+    assert taken_bytes == 2 * staging_bytes
+    room_bytes = bounce_bytes + GIB
+    check_host_memory(on_cpu, host(64 * GIB, available_bytes=room_bytes), taken_bytes=taken_bytes)
+    with pytest.raises(HostMemoryError, match=rf"{taken_bytes + room_bytes} bytes are needed"):
+        check_host_memory(on_cpu, host(64 * GIB, available_bytes=room_bytes - 1), taken_bytes=taken_bytes)
+
+
+def test_before_the_policy_is_known_only_staging_is_checked(caplog):
+    stage = replace(sizes(num_blocks=1 << 30, pretouch=True), deferred_keys=("mel",))
+    with caplog.at_level(logging.INFO, logger="omni_core"):
+        check_staging_memory(stage, host(GIB))
+    assert caplog.records == [], "whether rows fit is said once, when it is known which"
+    with pytest.raises(HostMemoryError, match=r"before the first step.*staging_depth 4 → 2"):
+        check_staging_memory(stage, host(100 * MIB))
 
 
 def test_nothing_is_checked_where_nothing_is_known():
@@ -165,18 +180,65 @@ def test_nothing_is_checked_where_nothing_is_known():
 # -- what to change
 
 
+def test_a_refusal_also_tells_what_lets_it_start():
+    known = replace(sizes(num_blocks=50_000, pretouch=True), sink_bytes=4 * GIB)
+    fit = judge_fit(known, host(2 * GIB))
+    found = {remedy.setting: remedy.value for remedy in fit.start_remedies}
+    assert found["pretouch"] == 0
+    assert "pretouch" not in {remedy.setting for remedy in fit.remedies}
+    for remedy in fit.start_remedies:
+        assert judge_fit(changed(known, remedy.setting, remedy.value), host(2 * GIB)).refusal is None, remedy
+    with pytest.raises(HostMemoryError, match=r"Any of these lets it start: .*pretouch 1 → 0"):
+        check_host_memory(known, host(2 * GIB))
+
+
+def test_what_lets_it_start_is_not_told_twice():
+    fit = judge_fit(sizes(staging_depth=64), host(2 * GIB))
+    assert fit.refusal is not None
+    assert fit.remedies
+    assert not set(fit.remedies) & set(fit.start_remedies)
+
+
+PAIRS = {
+    "sink and recycled": (replace(sizes(max_recycled_bytes=8 * GIB), sink_bytes=8 * GIB), host(4 * GIB)),
+    "blocks and sink": (replace(sizes(num_blocks=100_000), sink_bytes=8 * GIB), host(4 * GIB)),
+    "queue and layers": (
+        replace(
+            sizes(num_blocks=15_000),
+            sink_queue_bytes=16 * GIB,
+            layer_keys=tuple(f"layer_{number}" for number in range(24)),
+        ),
+        host(8 * GIB),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_where_one_setting_is_not_enough_two_are_named_that_are(name):
+    stage, room = PAIRS[name]
+    fit = judge_fit(stage, room)
+    assert fit.remedies == ()
+    one, other = fit.pair
+    assert judge_fit(changed(changed(stage, one.setting, one.value), other.setting, other.value), room).fits
+    for first, second in ((one, other), (other, one)):
+        one_more = changed(changed(stage, first.setting, first.value), second.setting, second.value + 1)
+        assert not judge_fit(one_more, room).fits, second
+
+
 STAGES = {
     "pool": sizes(num_blocks=2_000_000),
     "staging": sizes(staging_depth=64),
     "caches": sizes(caches_per_host=16, num_blocks=4000),
     "layers": replace(sizes(num_blocks=15_092), layer_keys=tuple(f"layer_{number}" for number in range(24))),
     "sink": replace(sizes(), sink_bytes=64 * GIB),
+    "queue": replace(sizes(), sink_queue_bytes=64 * GIB),
     "recycled": sizes(max_recycled_bytes=64 * GIB),
     "pretouch": sizes(num_blocks=20_000, pretouch=True, staging_depth=28),
 }
 CHANGES = {
     "layers": lambda stage, value: replace(stage, layer_keys=stage.layer_keys[:value]),
     "sink_bytes": lambda stage, value: replace(stage, sink_bytes=value),
+    "sink_queue_bytes": lambda stage, value: replace(stage, sink_queue_bytes=value),
 }
 
 
@@ -204,6 +266,6 @@ def test_each_remedy_alone_makes_it_fit_and_one_more_does_not(name, room):
 
 def test_what_no_single_setting_can_mend_says_so():
     fit = judge_fit(sizes(num_blocks=2_000_000, caches_per_host=2), host(100 * MIB))
-    assert fit.remedies == ()
+    assert fit.remedies == fit.pair == ()
     with pytest.raises(HostMemoryError, match="No single setting makes it fit"):
         check_host_memory(sizes(num_blocks=2_000_000, caches_per_host=2), host(100 * MIB))

@@ -15,7 +15,8 @@ from omni_core.backend.host_pages import PAGE_BYTES
 from omni_core.prefix_cache.config import HIDDEN_KEY, PrefixCacheConfig
 from omni_core.prefix_cache.errors import HostMemoryError
 from omni_core.prefix_cache.manager import OmniPrefixCacheManager
-from omni_core.prefix_cache.sizing import plan_cache
+from omni_core.prefix_cache.policy import ModelCachePolicy
+from omni_core.prefix_cache.sizing import StageSizes, plan_cache
 
 CHUNK = 16 * PAGE_BYTES
 ARENA_SETTINGS = {"max_num_tokens": 64, "extra_step_bytes": 5 * CHUNK, "pin_chunk_bytes": CHUNK}
@@ -42,6 +43,7 @@ def test_fault_082_what_all_ranks_of_the_host_take_is_logged(caplog):
     runtime = ControlledRuntime()
     with caplog.at_level(logging.INFO, logger="omni_core"):
         cache = cache_on(CpuSimBackend(runtime), runtime, caches_per_host=8)
+        cache.register_policy(ModelCachePolicy())
     each = cache.stats().memory
     total = 8 * (2 * each.staging_bytes + each.shared_table_bytes + each.max_recycled_bytes + 16 * 4 * (12 + 16))
     assert f"caches on this host can come to {total} bytes ({total // 8} each)" in caplog.text
@@ -102,6 +104,46 @@ def test_fault_090_size_is_checked_before_anything_is_asked_of_the_driver():
     with pytest.raises(HostMemoryError, match="staging_depth=4, max_num_tokens=1099511627776"):
         cache_on(backend, runtime, max_num_tokens=1 << 40)
     assert (backend.pins_tried, backend.pinned_bytes) == (0, 0)
+
+
+# A row of 256 KiB: the hidden rows of a million blocks are 4 TiB, more than any machine that runs this has.
+LARGE = {"num_blocks": 1 << 20, "block_size": 16, "hidden_size": 1 << 16, "max_num_tokens": 16, "max_recycled_bytes": 0}
+NO_HIDDEN = ModelCachePolicy(needs_full_hidden_states=False)
+
+
+def test_fault_082_a_stage_that_keeps_no_hidden_rows_is_not_judged_by_them(caplog):
+    runtime = ControlledRuntime()
+    with caplog.at_level(logging.INFO, logger="omni_core"):
+        cache = cache_on(CpuSimBackend(runtime), runtime, pretouch=True, **LARGE)
+        cache.register_policy(NO_HIDDEN)
+    assert [record.levelname for record in caplog.records] == ["INFO"], "said once, and no warning"
+    planned = StageSizes(cache.config, keeps_hidden=False, device_is_host=True).plan()
+    assert cache.stats().memory == planned.cache
+    assert f"can come to {planned.most_on_host_bytes} bytes" in caplog.text
+    assert cache.close()
+
+
+def test_fault_082_rows_that_do_not_fit_are_refused_before_any_is_touched():
+    runtime = ControlledRuntime()
+    backend = CpuSimBackend(runtime)
+    cache = cache_on(backend, runtime, pretouch=True, **LARGE)
+    pins, device_bytes = backend.pins_tried, backend.device_bytes
+    with pytest.raises(HostMemoryError, match="pretouch=True.*Any of these lets it start:.*pretouch 1 → 0"):
+        cache.register_policy(ModelCachePolicy(deferred_keys={"mel"}))
+    assert (backend.pins_tried, backend.device_bytes) == (pins, device_bytes)
+    assert cache.resident_pool_bytes() == {}
+    cache.register_policy(NO_HIDDEN)
+    assert cache.close()
+
+
+def test_fault_082_rows_that_may_not_fit_are_one_warning(caplog):
+    runtime = ControlledRuntime()
+    with caplog.at_level(logging.INFO, logger="omni_core"):
+        cache = cache_on(CpuSimBackend(runtime), runtime, **LARGE)
+        cache.register_policy(ModelCachePolicy())
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert f"num_blocks={1 << 20} x block_size=16 x {1 << 18} bytes" in caplog.text
+    assert cache.close()
 
 
 def test_fault_081_a_key_that_comes_late_costs_no_memory_when_it_is_saved(make_rig):
