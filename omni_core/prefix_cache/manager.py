@@ -229,7 +229,7 @@ class OmniPrefixCacheManager:
             StepOrderError, LayoutMismatchError, SlotOutOfRangeError, BlockSizeMismatchError: wrong input; nothing was
                 changed.
             KeyShapeChangedError, StepTooLargeError, NoBackendForTensorError: the same.
-            HostMemoryError: there is no address space for a new key's rows; the same.
+            HostMemoryError: there is no address space for a new key's rows or tables; the same.
             OmniPrefixCacheStagingTimeoutError: unread steps hold every staging slot; names them.
             CacheFailedError, CacheClosedError: see `CacheState.problem`.
         """

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from omni_core.prefix_cache.errors import SlotOutOfRangeError
+from omni_core.prefix_cache.errors import HostMemoryError, SlotOutOfRangeError
 from omni_core.prefix_cache.lazy_tables import zero_table
 
 Slots = npt.NDArray[np.int64]
@@ -95,9 +95,19 @@ class SlotTable:
                 "build the cache with the engine's num_blocks"
             )
 
-    def new_key_tables(self) -> tuple[WriteIds, WriteIds]:
-        """Zeroed claim and stamp tables for one key. No lock needed; memory is committed as slots are used."""
-        return zero_table(self.num_slots, np.int64), zero_table(self.num_slots, np.int64)
+    def new_key_tables(self, key: str) -> tuple[WriteIds, WriteIds]:
+        """Zeroed claim and stamp tables for one key. No lock needed; memory is committed as slots are used.
+
+        Raises:
+            HostMemoryError: the operating system has not so much address space; names the key and the sizes.
+        """
+        try:
+            return zero_table(self.num_slots, np.int64), zero_table(self.num_slots, np.int64)
+        except MemoryError as error:
+            raise HostMemoryError(
+                f"key {key!r}: num_blocks={self.num_blocks} x block_size={self.block_size} x {KEY_BYTES_PER_SLOT} "
+                f"bytes of tables: {error}; give the engine fewer blocks, or the model fewer outputs that are stored"
+            ) from error
 
     def add_key(self, key: str, tables: tuple[WriteIds, WriteIds]) -> None:
         """Begin to track `key` with tables from `new_key_tables`."""

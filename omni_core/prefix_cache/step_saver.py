@@ -185,5 +185,5 @@ class StepSaver:
             if value.stored and value.key not in self._controller.pool:
                 spec = RowSpec(tuple(tensor.shape[1:]), tensor.dtype)
                 rows = self._controller.pool.reserve(value.key, spec)
-                reserved[value.key] = _ReservedKey(spec, rows, self._table.new_key_tables())
+                reserved[value.key] = _ReservedKey(spec, rows, self._table.new_key_tables(value.key))
         return reserved

@@ -149,8 +149,9 @@ def test_what_the_policy_adds_is_checked_beside_what_is_there_already():
     check_host_memory(deferred, host(16 * GIB, available_bytes=bounce_bytes), taken_bytes=staging_bytes)
     with pytest.raises(
         HostMemoryError,
-        match=rf"{staging_bytes + bounce_bytes} bytes are needed .* are free now .*, with the {staging_bytes} that "
-        rf"this cache has already\).*device_staging_bytes={GIB} for the deferred keys mel\..*device_staging_bytes {GIB} →",
+        match=rf"{staging_bytes + bounce_bytes} bytes are needed .* are free now .*, with the {staging_bytes} "
+        rf"that this cache has already\).*device_staging_bytes={GIB} for the deferred keys mel\..*"
+        rf"device_staging_bytes {GIB} →",
     ):
         check_host_memory(deferred, host(16 * GIB, available_bytes=bounce_bytes - 1), taken_bytes=staging_bytes)
     with pytest.raises(HostMemoryError, match="but the machine's memory allows 4294967296"):

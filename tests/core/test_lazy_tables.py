@@ -26,7 +26,7 @@ def flags_of_the_mapping_at(address):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/smaps")
 def test_huge_pages_are_declined_for_a_new_keys_tables():
-    for table in SlotTable(1 << 18, 16).new_key_tables():
+    for table in SlotTable(1 << 18, 16).new_key_tables("codes"):
         flags = flags_of_the_mapping_at(table.ctypes.data)
         assert "hg" not in flags
         assert "nh" in flags or not Path("/sys/kernel/mm/transparent_hugepage").exists()

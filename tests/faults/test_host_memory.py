@@ -2,6 +2,10 @@
 """Faults 1e: memory is known before it is needed, pinned to the byte, in pieces where needed, or cleanly refused."""
 
 import logging
+import resource
+import sys
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
@@ -128,7 +132,7 @@ def test_fault_082_rows_that_do_not_fit_are_refused_before_any_is_touched():
     backend = CpuSimBackend(runtime)
     cache = cache_on(backend, runtime, pretouch=True, **LARGE)
     pins, device_bytes = backend.pins_tried, backend.device_bytes
-    with pytest.raises(HostMemoryError, match="pretouch=True.*Any of these lets it start:.*pretouch 1 → 0"):
+    with pytest.raises(HostMemoryError, match=r"pretouch=True.*Any of these lets it start:.*pretouch 1 → 0"):
         cache.register_policy(ModelCachePolicy(deferred_keys={"mel"}))
     assert (backend.pins_tried, backend.device_bytes) == (pins, device_bytes)
     assert cache.resident_pool_bytes() == {}
@@ -168,3 +172,35 @@ def test_fault_081_address_space_the_system_does_not_have_is_an_error_of_that_st
         rig.save({"huge": torch.zeros(2, 1 << 22)})
     assert "huge" not in rig.cache.stats().key_row_bytes
     assert_rows(rig.run(new("C", [3], run=1), finish=["B"])["C"], ("C", 0, 1))
+
+
+@contextmanager
+def address_space_left(nbytes):
+    """The process gets no more address space than so much beyond what it has."""
+    used_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * PAGE_BYTES
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (used_bytes + nbytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="address space is limited by the kernel")
+def test_fault_081_tables_the_system_has_no_address_space_for_are_an_error_of_that_step_alone(make_rig):
+    # A row of one byte: 16 MiB of rows, and 256 MiB of tables.
+    rig = make_rig(num_blocks=1 << 20, block_size=16, max_num_tokens=64)
+    rig.run(new("A", [1], run=1))
+    before = rig.cache.stats()
+    rig.begin(new("B", [2], run=2))
+    with (
+        address_space_left(100 << 20),
+        pytest.raises(HostMemoryError, match=rf"'thin': num_blocks={1 << 20} x block_size=16 x 16 bytes of tables: "),
+    ):
+        rig.save({"thin": torch.zeros(2, dtype=torch.uint8)})
+    after = rig.cache.stats()
+    assert (after.memory, after.key_row_bytes) == (before.memory, before.key_row_bytes)
+    assert after.staging_slots_in_use == 0
+    assert_rows(rig.run(new("C", [3], run=1), finish=["B"])["C"], ("C", 0, 1))
+    rig.run(new("D", [4], run=2), outputs={"thin": torch.zeros(2, dtype=torch.uint8)})
+    assert rig.cache.stats().key_row_bytes["thin"] == 1
