@@ -34,6 +34,8 @@ class LayoutChecker:
             BlockSizeMismatchError: a slot's offset in its block is not its position's.
         """
         req_ids, starts, positions, slots = layout.req_ids, layout.starts, layout.positions, layout.slots
+        if not _are_flat_integers(layout):
+            raise _not_flat_integers(layout)
         if len(positions) != num_tokens or len(slots) != num_tokens:
             raise LayoutMismatchError(
                 f"num_tokens_unpadded={num_tokens}, but the layout has {len(positions)} positions and {len(slots)} "
@@ -42,6 +44,11 @@ class LayoutChecker:
         self._check_batch(req_ids, starts, num_tokens)
         if np.minimum.reduce(positions) < 0 or (num_tokens > len(req_ids) and not _are_consecutive(positions, starts)):
             raise LayoutMismatchError("positions of a request must be consecutive and not negative")
+        if np.maximum.reduce(positions) >= self._num_slots:
+            raise LayoutMismatchError(
+                f"position {positions.max()} lies beyond the KV cache, which holds {self._num_slots} tokens "
+                f"(num_blocks={self._num_blocks} x block_size={self._block_size})"
+            )
         lowest = int(np.minimum.reduce(slots))
         if lowest < -1 or np.maximum.reduce(slots) >= self._num_slots:
             bad = slots[(slots >= self._num_slots) | (slots < -1)][0]
@@ -83,6 +90,31 @@ class LayoutChecker:
                 f"offsets {slots[at] % self._block_size} and {positions[at] % self._block_size} differ; "
                 "build the cache with the block size of the runner's block table"
             )
+
+
+def _are_flat_integers(layout: StepLayout) -> bool:
+    starts, positions, slots = layout.starts, layout.positions, layout.slots
+    try:
+        return (
+            starts.ndim == positions.ndim == slots.ndim == 1
+            and starts.dtype.kind in "iu"
+            and positions.dtype.kind in "iu"
+            and slots.dtype.kind in "iu"
+        )
+    except AttributeError:  # no arrays
+        return False
+
+
+def _not_flat_integers(layout: StepLayout) -> LayoutMismatchError:
+    arrays = {"starts": layout.starts, "positions": layout.positions, "slots": layout.slots}
+    told = ", ".join(f"{name} is {_kind(array)}" for name, array in arrays.items())
+    return LayoutMismatchError(f"layout: {told}; make each a flat numpy array of integers")
+
+
+def _kind(value: object) -> str:
+    if isinstance(value, np.ndarray):
+        return f"an array of {value.dtype}, shape {value.shape}"
+    return f"a {type(value).__name__}"
 
 
 def _starts_do_not_fit(starts: npt.NDArray[np.int64], num_tokens: int) -> LayoutMismatchError:

@@ -35,7 +35,7 @@ from omni_core.prefix_cache.refusals import RequestRefusals
 from omni_core.prefix_cache.requests import RequestTable
 from omni_core.prefix_cache.settlement import StepSettlement
 from omni_core.prefix_cache.sizing import StageSizes
-from omni_core.prefix_cache.slot_table import ABSENT, NO_ADAPTER, SlotTable
+from omni_core.prefix_cache.slot_table import ABSENT, SlotTable, is_adapter_id
 from omni_core.prefix_cache.state import CacheState
 from omni_core.prefix_cache.stats import CacheStats, ResetReport, VersionReport
 from omni_core.prefix_cache.step_consumer import StepConsumer
@@ -343,8 +343,8 @@ class OmniPrefixCacheManager:
             ValueError: `adapter_id` stands for no adapter.
             CacheClosedError: the cache is closed.
         """
-        if adapter_id <= NO_ADAPTER:
-            raise ValueError(f"bump_adapter_version: adapter_id={adapter_id}: must be the id of an adapter, above 0")
+        if not is_adapter_id(adapter_id):
+            raise ValueError(f"bump_adapter_version: adapter_id={adapter_id!r}: must be the id of an adapter, above 0")
         return self._bump_version(adapter_id)
 
     def _bump_version(self, adapter_id: int | None) -> VersionReport:

@@ -33,6 +33,11 @@ KEY_BYTES_PER_SLOT = 16
 """Bytes of one key's own tables, per slot: its latest claim and its stamp."""
 
 
+def is_adapter_id(value: object) -> bool:
+    """Whether `value` is the id of an adapter, as a table of int64 can hold it."""
+    return type(value) is int and NO_ADAPTER < value < 1 << 63
+
+
 class SlotTable:
     """numpy tables over the slots of the mirrored KV cache. Every method needs the state lock, or says otherwise.
 

@@ -109,26 +109,33 @@ class StepSaver:
                 problem = self._state.problem("save_outputs")
                 if problem is None and self._state.epoch != epoch:
                     problem = StepOrderError("save_outputs: the cache was reset meanwhile; announce the step again")
-                if record is not None and problem is None:
-                    for key, reserved in new_keys.items():
-                        self._controller.pool.add_key(key, reserved.spec, reserved.rows)
-                        self._table.add_key(key, reserved.tables)
-                    self._classifier.confirm(inputs)
-                    step_id = self._intake.save_step(
-                        layout,
-                        record,
-                        slot,
-                        all_stored=all_stored,
-                        hidden_needed=self._policy.needs_full_hidden_states,
-                        carry_owed=carry_owed,
-                    )
-                    self.steps_saved += 1
-                elif problem is not None:
-                    unused.extend(self._intake.end_unsaved_step())
-                if record is not None and problem is not None:
-                    self._controller.drop(record, slot)
-                self._controller.staging.release(slot, _CLAIM_HOLDER)
-                self._state.leave_pages()
+                try:
+                    if record is not None and problem is None:
+                        for key, reserved in new_keys.items():
+                            self._controller.pool.add_key(key, reserved.spec, reserved.rows)
+                            self._table.add_key(key, reserved.tables)
+                        self._classifier.confirm(inputs)
+                        step_id = self._intake.save_step(
+                            layout,
+                            record,
+                            slot,
+                            all_stored=all_stored,
+                            hidden_needed=self._policy.needs_full_hidden_states,
+                            carry_owed=carry_owed,
+                        )
+                        self.steps_saved += 1
+                    elif problem is not None:
+                        unused.extend(self._intake.end_unsaved_step())
+                        if record is not None:
+                            self._controller.drop(record, slot)
+                except BaseException as error:  # tables half changed: nothing may be served from them
+                    self._state.fail(error)
+                    if record is not None:
+                        self._controller.drop_half_saved(record, slot)
+                    raise
+                finally:
+                    self._controller.staging.release(slot, _CLAIM_HOLDER)
+                    self._state.leave_pages()
             self._controller.buffers.give_back(unused)
         if problem is not None:
             raise problem

@@ -12,6 +12,7 @@ from row_values import assert_rows
 from omni_core.backend import NoBackendForTensorError
 from omni_core.prefix_cache.errors import (
     BlockSizeMismatchError,
+    CacheFailedError,
     HitRowsAbsentError,
     LayoutMismatchError,
     OmniPrefixCacheUnmatchError,
@@ -26,6 +27,7 @@ from omni_core.prefix_cache.errors import (
     UnknownStepError,
 )
 from omni_core.prefix_cache.events import BlockCopy, RequestEvent, RequestEventKind, StepEvents
+from omni_core.prefix_cache.slot_table import SlotTable
 
 
 def changed(rig, **fields):
@@ -54,6 +56,22 @@ BAD_LAYOUTS = {
     "starts-end-early": ({"starts": at(2, 4)}, LayoutMismatchError, "starts run from 0 to 4 for 5 rows"),
     "starts-fall": ({"starts": at(1, 5)}, LayoutMismatchError, "must rise"),
     "gap-in-positions": ({"positions": at(2, 3), "slots": at(2, 7)}, LayoutMismatchError, "consecutive"),
+    "slots-of-two-dimensions": (
+        {"slots": lambda array: array[:, None]},
+        LayoutMismatchError,
+        r"layout.slots is a int64",
+    ),
+    "positions-as-a-list": ({"positions": list}, LayoutMismatchError, "layout.positions is a list; make it a flat"),
+    "starts-as-floats": (
+        {"starts": lambda array: array.astype(float)},
+        LayoutMismatchError,
+        "layout.starts is a float64",
+    ),
+    "position-beyond-the-cache": (
+        {"positions": lambda array: array + 64},
+        LayoutMismatchError,
+        "position 66 lies beyond the KV cache, which holds 64 tokens",
+    ),
     "negative-position": (
         {"positions": lambda array: array - 4},
         LayoutMismatchError,
@@ -293,3 +311,41 @@ def test_int32_arrays_as_a_runner_keeps_them_are_fine(rig):
     )
     assert_rows(rig.take(rig.save(layout=small))["A"], ("A", 0, 6))
     assert_rows(rig.run(new("C", [1, 2, 3], hit=6))["C"], ("A", 0, 6), ("C", 6, 10))
+
+
+def test_a_save_that_breaks_half_way_fails_the_cache_and_holds_no_page(make_rig, monkeypatch):
+    rig = make_rig(staging_depth=2)
+    rig.run(new("A", [1, 2], run=4)).release()
+
+    def broken(*arguments):
+        raise ArithmeticError("an internal error")
+
+    for _ in range(4):  # more often than there are pages
+        rig.begin(more("A"))
+        with monkeypatch.context() as patch:
+            patch.setattr(SlotTable, "claim", broken)
+            with pytest.raises(ArithmeticError):
+                rig.save()
+        with pytest.raises(CacheFailedError, match="an internal error"):
+            rig.begin(more("A"))
+        assert "an internal error" in rig.cache.reset().failure_cleared
+        taken = rig.run(new("A", [1, 2], run=4), finish=["A"])
+        assert_rows(taken["A"], ("A", 0, 4))
+        taken.release()
+    assert rig.runtime.comes_true(lambda: rig.cache.stats().staging_slots_in_use == 0)
+    assert rig.cache.close()
+
+
+@pytest.mark.parametrize("adapter_id", [None, "7", 1.5, -1, True])
+def test_an_adapter_that_is_none_fails_its_request_alone(rig, adapter_id):
+    rig.begin(new("A", [1], adapter=adapter_id), new("B", [2]))
+    taken = rig.take(rig.save())
+    assert isinstance(taken.failed["A"], RequestEventError)
+    assert "adapter_id" in str(taken.failed["A"])
+    assert_rows(taken["B"], ("B", 0, 4))
+
+
+@pytest.mark.parametrize("adapter_id", [0, -1, None, "7", 1.5, True, float("nan")])
+def test_a_version_of_no_adapter_is_refused(rig, adapter_id):
+    with pytest.raises(ValueError, match=f"adapter_id={adapter_id!r}: must be the id of an adapter"):
+        rig.cache.bump_adapter_version(adapter_id)
