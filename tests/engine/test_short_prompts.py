@@ -35,7 +35,7 @@ def test_the_first_prompt_that_cannot_hit_is_warned_of_and_no_other(run):
 def test_a_model_length_that_rules_hits_out_is_warned_of_at_start_and_not_again(run):
     seen = run("longest_too_short")
     [message] = seen["at_start"]
-    assert "max_model_len=64 is not above the effective block" in message
+    assert "max_model_len=64 is below the 65 tokens of the shortest prompt that can" in message
     assert seen["later"] == []
     assert seen["rows_from_hits"] == 0
 

@@ -22,13 +22,27 @@ MAMBA_160 = EffectiveBlock(160, (BlockOfGroup("full_attention", 32), *[BlockOfGr
 BLOCK_4 = EffectiveBlock(4, (BlockOfGroup("full_attention", 4),))
 
 
-def groups(*sizes, **told):
-    found = [SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=size)) for size in sizes]
+def groups(*sizes, drafts=(), **told):
+    """KV-cache groups of these block sizes; `drafts`: the indices of those with the draft's layers."""
+    found = [
+        SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=size), is_eagle_group=index in drafts)
+        for index, size in enumerate(sizes)
+    ]
     return SimpleNamespace(kv_cache_groups=found, **told)
 
 
-def config(prefix_match_unit=None):
-    return SimpleNamespace(cache_config=SimpleNamespace(prefix_match_unit=prefix_match_unit))
+def config(prefix_match_unit=None, speculative=None):
+    cache_config = SimpleNamespace(prefix_match_unit=prefix_match_unit)
+    return SimpleNamespace(cache_config=cache_config, speculative_config=speculative)
+
+
+def speculative(*, use_eagle, block_drop=None):
+    """As vLLM before 0.30 has it, or with its answer to `use_eagle_block_drop`."""
+    answers = {"use_eagle": lambda: use_eagle}
+    return SimpleNamespace(**answers | ({} if block_drop is None else {"use_eagle_block_drop": lambda: block_drop}))
+
+
+DROPS = speculative(use_eagle=True, block_drop=True)
 
 
 def warnings(caplog):
@@ -99,13 +113,60 @@ def test_the_last_token_of_a_prompt_is_always_computed(num_tokens, can_hit):
     assert MAMBA_160.can_hit(num_tokens) is can_hit
 
 
+@pytest.mark.parametrize(
+    ("method", "fewest"),
+    [
+        (None, 17),
+        (speculative(use_eagle=False), 17),
+        (speculative(use_eagle=True), 33),
+        (speculative(use_eagle=True, block_drop=True), 33),
+        (speculative(use_eagle=True, block_drop=False), 17),
+    ],
+)
+def test_a_speculative_method_that_drops_the_last_block_needs_one_more(kinds, method, fewest):
+    kinds.append("full_attention")
+    block = effective_block(kinds, groups(16), config(speculative=method))
+    assert (block.num_tokens, block.fewest_prompt_tokens) == (16, fewest)
+    assert [block.can_hit(fewest - 1), block.can_hit(fewest)] == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("of_groups", "sizes", "drafts", "fewest"),
+    [
+        (("full_attention", "sliding_window"), (16, 48), (0,), 48 + 16),
+        (("full_attention", "sliding_window"), (16, 48), (1,), 48 + 48),
+        (("full_attention", "sliding_window"), (16, 24), (), 48 + 24),
+        (("mamba", "full_attention"), (160, 32), (), 32 + 32),
+        (("mamba", "full_attention"), (160, 32), (1,), 32 + 32),
+        (("mamba", "full_attention"), (160, 32), (0,), 32 + 1),
+    ],
+)
+def test_with_several_groups_the_block_of_the_drafts_group_may_end_with_the_prompt(
+    kinds, of_groups, sizes, drafts, fewest
+):
+    kinds.extend(of_groups)
+    block = effective_block(kinds, groups(*sizes, drafts=drafts), config(speculative=DROPS))
+    assert block.fewest_prompt_tokens == fewest
+
+
+def test_the_warnings_say_what_speculation_costs(kinds, caplog):
+    kinds.append("full_attention")
+    block = effective_block(kinds, groups(16), config(speculative=DROPS))
+    assert warn_if_no_prompt_can_hit(block, 32)
+    warn_if_first_prompts_cannot_hit(block, [StartedRequest("a-00000001", [7] * 32, 0)])
+    at_start, later = warnings(caplog)
+    assert "max_model_len=32 is below the 33 tokens" in at_start
+    assert "computes the last 16 tokens of what it found again" in at_start
+    assert "Prompts of 33 tokens or more can hit" in later
+
+
 def test_a_stage_whose_longest_prompt_cannot_hit_is_warned_of_at_start(caplog):
     assert warn_if_no_prompt_can_hit(MAMBA_160, 160)
     [message] = warnings(caplog)
     assert "max_model_len=160" in message
     assert "here 160 tokens" in message
     assert "3 x mamba (160 tokens per block)" in message
-    assert "Raise max_model_len above 160, set prefix_match_unit to a number that divides it" in message
+    assert "Raise max_model_len to 161 or more, set prefix_match_unit to a number that divides it" in message
     assert "or turn the cache off on this stage (omni_core.enabled=false)" in message
 
 

@@ -4,6 +4,11 @@
 vLLM 0.32 (`resolve_kv_cache_block_sizes` in `v1/core/kv_cache_utils.py`, `get_computed_blocks` in
 `v1/core/kv_cache_manager.py`): with several KV-cache groups a hit ends where a block of each of them ends, which is
 every least common multiple of their block sizes; and it leaves at least the prompt's last token to be computed.
+
+With speculation from the target's hidden states (`eagle`, `eagle3`, `mtp`, `dflash`, `dspark`;
+`SpeculativeConfig.use_eagle_block_drop`) the last block of what was found is dropped again
+(`FullAttentionManager.find_longest_cache_hit`), so a block more has to be there. With one KV-cache group it must lie
+before the prompt's last token; with several (`HybridKVCacheCoordinator`, 0.32) it may end with the prompt.
 """
 
 from __future__ import annotations
@@ -38,10 +43,19 @@ class EffectiveBlock:
 
     num_tokens: int
     groups: tuple[BlockOfGroup, ...]
+    dropped_tokens: int = 0
+    """What vLLM drops at the end of what it found, for speculation from the target's hidden states."""
+
+    @property
+    def fewest_prompt_tokens(self) -> int:
+        """The shortest prompt that can hit. Its last token is always computed."""
+        if len(self.groups) > 1:
+            return self.num_tokens + max(1, self.dropped_tokens)
+        return self.num_tokens + self.dropped_tokens + 1
 
     def can_hit(self, num_prompt_tokens: int) -> bool:
-        """Whether a prompt of so many tokens can hit at all. Its last token is always computed."""
-        return num_prompt_tokens > self.num_tokens
+        """Whether a prompt of so many tokens can hit at all."""
+        return num_prompt_tokens >= self.fewest_prompt_tokens
 
     @property
     def causes(self) -> str:
@@ -59,9 +73,14 @@ class EffectiveBlock:
         """Why a prompt must be longer than that, and which groups say so."""
         inside = any(self.num_tokens % group.num_tokens for group in self.groups)
         origin = "hits may end inside the blocks of" if inside else "the block comes from"
+        dropped = (
+            f"; with this speculative method vLLM computes the last {self.dropped_tokens} tokens of what it found again"
+            if self.dropped_tokens
+            else ""
+        )
         return (
             f"vLLM's hits are whole effective blocks, here {self.num_tokens} tokens, and leave the last token of a "
-            f"prompt to be computed; {origin} the KV-cache group {self.causes}"
+            f"prompt to be computed{dropped}; {origin} the KV-cache group {self.causes}"
         )
 
     @property
@@ -81,11 +100,12 @@ def warn_if_no_prompt_can_hit(block: EffectiveBlock, max_model_len: int) -> bool
     if block.can_hit(max_model_len):
         return False
     _LOG.warning(
-        "Omni Core is on, but no request can ever hit: max_model_len=%d is not above the effective block. %s. Raise "
-        "max_model_len above %d, %s, or turn the cache off on this stage (%s.enabled=false)",
+        "Omni Core is on, but no request can ever hit: max_model_len=%d is below the %d tokens of the shortest prompt "
+        "that can. %s. Raise max_model_len to %d or more, %s, or turn the cache off on this stage (%s.enabled=false)",
         max_model_len,
+        block.fewest_prompt_tokens,
         block.explanation,
-        block.num_tokens,
+        block.fewest_prompt_tokens,
         block.remedy,
         SECTION,
     )
@@ -108,7 +128,7 @@ def warn_if_first_prompts_cannot_hit(block: EffectiveBlock, started: Sequence[St
         req_id,
         num_prompt_tokens,
         block.explanation,
-        block.num_tokens + 1,
+        block.fewest_prompt_tokens,
         block.remedy,
         SECTION,
     )

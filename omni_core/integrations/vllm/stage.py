@@ -13,7 +13,12 @@ from dataclasses import replace
 from typing import Any
 
 from omni_core.integrations.vllm.chosen_layers import ChosenLayers, check_layers
-from omni_core.integrations.vllm.effective_block import BlockOfGroup, EffectiveBlock, warn_if_no_prompt_can_hit
+from omni_core.integrations.vllm.effective_block import (
+    MAMBA_KIND,
+    BlockOfGroup,
+    EffectiveBlock,
+    warn_if_no_prompt_can_hit,
+)
 from omni_core.integrations.vllm.runner_hooks import adopt_hooks
 from omni_core.integrations.vllm.session import StageParts, StageSession
 from omni_core.integrations.vllm.stage_facts import KvGroups, cache_config, decide, stage_facts
@@ -21,6 +26,7 @@ from omni_core.integrations.vllm.tap import install_tap
 from omni_core.integrations.vllm.versions import (
     attention_group_kinds,
     block_table_block_size,
+    drops_block_of_hits,
     engine_lacks,
     engine_stop_rule,
     engine_version,
@@ -147,4 +153,15 @@ def effective_block(kinds: Sequence[str], kv_cache_config: Any, vllm_config: Any
         BlockOfGroup(kind, int(group.kv_cache_spec.block_size))
         for kind, group in zip(kinds, kv_cache_config.kv_cache_groups, strict=True)
     )
-    return EffectiveBlock(hit_alignment_tokens(kv_cache_config, vllm_config), groups)
+    alignment_tokens = hit_alignment_tokens(kv_cache_config, vllm_config)
+    dropped_tokens = 0
+    if drops_block_of_hits(vllm_config):
+        # Of every group, if vLLM could not tell which holds the draft's layers. What a Mamba group found stays whole.
+        drafts = [group.is_eagle_group for group in kv_cache_config.kv_cache_groups]
+        dropping = (
+            min(alignment_tokens, group.num_tokens)
+            for group, of_draft in zip(groups, drafts, strict=True)
+            if group.kind != MAMBA_KIND and (of_draft or not any(drafts))
+        )
+        dropped_tokens = max(dropping, default=0)
+    return EffectiveBlock(alignment_tokens, groups, dropped_tokens)

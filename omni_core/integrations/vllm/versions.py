@@ -172,6 +172,15 @@ def hit_alignment_tokens(kv_cache_config: Any, vllm_config: Any) -> int:
     return math.lcm(*sizes)
 
 
+def drops_block_of_hits(vllm_config: Any) -> bool:
+    """Whether hits lose their last block to speculation. Before vLLM 0.30 no setting turns that off."""
+    speculative = vllm_config.speculative_config
+    if speculative is None:
+        return False
+    drops = speculative.use_eagle_block_drop if hasattr(speculative, "use_eagle_block_drop") else speculative.use_eagle
+    return bool(drops())
+
+
 def request_ids_are_randomised() -> bool:
     """Whether this engine appends random digits to a client's request id."""
     from vllm import envs
