@@ -56,21 +56,13 @@ BAD_LAYOUTS = {
     "starts-end-early": ({"starts": at(2, 4)}, LayoutMismatchError, "starts run from 0 to 4 for 5 rows"),
     "starts-fall": ({"starts": at(1, 5)}, LayoutMismatchError, "must rise"),
     "gap-in-positions": ({"positions": at(2, 3), "slots": at(2, 7)}, LayoutMismatchError, "consecutive"),
-    "slots-of-two-dimensions": (
-        {"slots": lambda array: array[:, None]},
-        LayoutMismatchError,
-        r"layout.slots is a int64",
-    ),
-    "positions-as-a-list": ({"positions": list}, LayoutMismatchError, "layout.positions is a list; make it a flat"),
-    "starts-as-floats": (
-        {"starts": lambda array: array.astype(float)},
-        LayoutMismatchError,
-        "layout.starts is a float64",
-    ),
+    "slots-of-two-dimensions": ({"slots": lambda array: array[:, None]}, LayoutMismatchError, r"slots is .*\(5, 1\)"),
+    "positions-as-a-list": ({"positions": list}, LayoutMismatchError, "positions is a list.*make each a flat"),
+    "starts-as-floats": ({"starts": lambda array: array.astype(float)}, LayoutMismatchError, "starts is .* float64"),
     "position-beyond-the-cache": (
         {"positions": lambda array: array + 64},
         LayoutMismatchError,
-        "position 66 lies beyond the KV cache, which holds 64 tokens",
+        "position 69 lies beyond the KV cache, which holds 64 tokens",
     ),
     "negative-position": (
         {"positions": lambda array: array - 4},
