@@ -76,6 +76,7 @@ class ChangingStage(FakeStage):
         super().__init__(**({"on_error": OnError.ISOLATE} | settings))
         self.worker = Worker(self.runner)
         self.worker.omni_core_session = self.session
+        self.worker.omni_core_adapter_files = self.adapter_files
         self.calls = WorkerCalls(self.session)
 
     def serve(self, name, blocks, hit=0, adapter=None):

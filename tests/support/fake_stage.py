@@ -4,6 +4,7 @@
 import fake_runner as fake
 import torch
 
+from omni_core.integrations.vllm.adapter_files import AdapterFiles
 from omni_core.integrations.vllm.chosen_layers import ChosenLayers, capture_layers
 from omni_core.integrations.vllm.runner_hooks import adopt_hooks
 from omni_core.integrations.vllm.session import StageParts, StageSession
@@ -34,6 +35,7 @@ class FakeStage:
             staging_depth=self.settings.staging_depth,
             extra_row_bytes=self.settings.extra_row_bytes + layers.row_bytes(fake.HIDDEN_SIZE, torch.float32),
         )
+        self.adapter_files = AdapterFiles()
         self.parts = StageParts(
             self.settings,
             config,
@@ -45,6 +47,7 @@ class FakeStage:
             stop_rule=fake.ends,
             runtime=runtime or ThreadingRuntime(),
             first_prompts_block=first_prompts_block,
+            adapter_files=self.adapter_files,
         )
         adopt_hooks(self.runner, self.parts.hooks)
         decision = GateDecision(GateStatus.SUPPORTED, "supported", "a test")

@@ -4,13 +4,13 @@
 vLLM reads an adapter's files in the middle of a step if it does not hold the adapter (any more), and in every step with
 a request whose `load_inplace` is set (`lora/worker_manager.py`, `LRUCacheWorkerLoRAManager.add_adapter`). A server that
 was told to load an adapter in place sets it for all requests from then on. So that a step reads files means nothing;
-that they are other files does.
+that they are other files does. What `add_lora` reads between steps is remembered too: a step may read it again.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Iterable
-from pathlib import Path
 from typing import Protocol
 
 Fingerprint = tuple[tuple[str, int, int], ...]
@@ -31,13 +31,20 @@ class AdapterRequest(Protocol):
 
 
 class AdapterFiles:
-    """Which files each adapter was last loaded from. Engine thread."""
+    """Which files each adapter of a worker was last loaded from. Engine thread."""
 
     def __init__(self) -> None:
         self._seen: dict[int, tuple[str, Fingerprint]] = {}
 
+    def about_to_read(self, request: AdapterRequest) -> None:
+        """Remember what vLLM is about to read between steps. Before it does: files that change meanwhile are others."""
+        self._seen[request.lora_int_id] = request.lora_path, _fingerprint(request.lora_path)
+
     def changed(self, requests: Iterable[AdapterRequest], loaded: Collection[int]) -> list[int]:
-        """Adapters that a step will read from other files than before. Reads the folders' entries, not their files.
+        """Adapters that a step will read from other files than before.
+
+        Reads the entries of an adapter's folder, not its files, and only if vLLM is about to read the files: in every
+        step for an adapter with `load_inplace`, else when it is not loaded. Blocks as long as the file system does.
 
         Args:
             requests: the adapters of the step's requests; one may be named more than once.
@@ -57,7 +64,7 @@ class AdapterFiles:
 
 def _fingerprint(path: str) -> Fingerprint:
     try:
-        entries = sorted(Path(path).iterdir())
-        return tuple((entry.name, (told := entry.stat()).st_size, told.st_mtime_ns) for entry in entries)
+        with os.scandir(path) as entries:
+            return tuple(sorted((entry.name, (told := entry.stat()).st_size, told.st_mtime_ns) for entry in entries))
     except OSError:
         return ()

@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 from typing import Any, cast
 
+from omni_core.integrations.vllm.adapter_files import AdapterFiles
 from omni_core.integrations.vllm.session import StageSession
 
 _LOG = logging.getLogger(__name__)
@@ -37,6 +38,11 @@ class ChangedWeightsMixin:
     omni_core_session: StageSession | None = None
     _omni_core_draft_update = False
     _omni_core_weights_lost = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Run vLLM's own; what is known of adapters' files is the worker's, as the adapters are."""
+        cast("Any", super()).__init__(*args, **kwargs)
+        self.omni_core_adapter_files = AdapterFiles()
 
     def reload_weights(self, *args: Any, **kwargs: Any) -> None:
         """Run vLLM's own: every weight may be another one."""
@@ -104,6 +110,8 @@ class ChangedWeightsMixin:
     def add_lora(self, lora_request: Any) -> bool:
         """Run vLLM's own: an adapter that it reads from its files may be another one."""
         reads_files = lora_request.load_inplace or lora_request.lora_int_id not in self._adapters_loaded()
+        if reads_files:
+            self.omni_core_adapter_files.about_to_read(lora_request)
         try:
             return bool(cast("Any", super()).add_lora(lora_request))
         finally:

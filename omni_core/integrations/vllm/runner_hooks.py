@@ -126,6 +126,7 @@ class StepHooks:
         layers: ChosenLayers,
         stop_rule: StopRule,
         first_prompts_block: EffectiveBlock | None,
+        adapter_files: AdapterFiles,
     ) -> None:
         self._cache = cache
         self._builder = builder
@@ -140,7 +141,7 @@ class StepHooks:
         self._steps_failed = 0
         self._off_reason: str | None = None
         self._unsampled: _UnsampledStep | None = None
-        self._adapter_files = AdapterFiles()
+        self._adapter_files = adapter_files
 
     @property
     def off_reason(self) -> str | None:
@@ -160,7 +161,11 @@ class StepHooks:
         self._builder.fail_open_requests("the cache was reset")
 
     def before_forward(self, runner: Any, scheduler_output: SchedulerOutput) -> None:
-        """Tell the cache and the builder what the step starts with. Never blocks."""
+        """Tell the cache and the builder what the step starts with.
+
+        Waits for no other thread. With adapters whose `load_inplace` is set, and in a step that loads an adapter, it
+        asks the file system for the entries of their folders, as vLLM then reads the files themselves.
+        """
         if self._off_reason is None:
             self._guarded("new_step_starts", lambda: self._begin(runner, scheduler_output))
         if self._off_reason is not None and scheduler_output.scheduled_new_reqs:
@@ -199,8 +204,9 @@ class StepHooks:
             self._hand_on(step, fewest_sampled(step.arrays))
         if runner.lora_config is not None:
             adapters = adapters_of_step(runner, scheduler_output)
-            for adapter_id in self._adapter_files.changed(adapters, runner.list_loras()):
-                self._cache.bump_adapter_version(adapter_id)
+            if adapters:
+                for adapter_id in self._adapter_files.changed(adapters, runner.list_loras()):
+                    self._cache.bump_adapter_version(adapter_id)
         self._cache.new_step_starts(step_events(scheduler_output, self._group_index))
         self._tell_builder(scheduler_output)
 

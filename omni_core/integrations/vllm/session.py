@@ -16,6 +16,7 @@ import torch
 from omni_core.backend.base import DeviceBackend
 from omni_core.backend.registry import backend_for_tensor
 from omni_core.integrations.vllm.accepted_tokens import StopRule
+from omni_core.integrations.vllm.adapter_files import AdapterFiles
 from omni_core.integrations.vllm.chosen_layers import ChosenLayers
 from omni_core.integrations.vllm.delivery.builder import StageBuilder
 from omni_core.integrations.vllm.effective_block import EffectiveBlock
@@ -62,6 +63,7 @@ class StageParts:
         request_ids_randomised: bool,
         stop_rule: StopRule,
         runtime: Runtime,
+        adapter_files: AdapterFiles,
         first_prompts_block: EffectiveBlock | None = None,
     ) -> None:
         """Make backend, sink, cache, builder and hooks, in this order; a failure closes those already made.
@@ -76,6 +78,7 @@ class StageParts:
             request_ids_randomised: whether the engine appends random digits to a client's request id.
             stop_rule: the scheduler's rule for the end of a request.
             runtime: makes every thread, lock and condition.
+            adapter_files: what is known of the worker's adapters.
             first_prompts_block: to be warned of if the stage's first prompts are not above it.
 
         Raises:
@@ -119,6 +122,7 @@ class StageParts:
                 layers=ChosenLayers(settings.captured_layers),
                 stop_rule=stop_rule,
                 first_prompts_block=first_prompts_block,
+                adapter_files=adapter_files,
             )
             undo.pop_all()
 

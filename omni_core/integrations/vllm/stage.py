@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
+from omni_core.integrations.vllm.adapter_files import AdapterFiles
 from omni_core.integrations.vllm.chosen_layers import ChosenLayers, check_layers
 from omni_core.integrations.vllm.effective_block import (
     MAMBA_KIND,
@@ -64,7 +65,13 @@ def check_stage(settings: StageSettings, vllm_config: Any, *, uses_v2_runner: bo
 
 
 def open_stage(
-    resolved: ResolvedSettings, vllm_config: Any, kv_cache_config: Any, runner: Any, *, uses_v2_runner: bool
+    resolved: ResolvedSettings,
+    vllm_config: Any,
+    kv_cache_config: Any,
+    runner: Any,
+    adapter_files: AdapterFiles,
+    *,
+    uses_v2_runner: bool,
 ) -> StageSession:
     """Open the stage of one worker. Once, after vLLM's own KV-cache initialisation, on the engine thread.
 
@@ -120,6 +127,7 @@ def open_stage(
             stop_rule=engine_stop_rule(),
             first_prompts_block=None if never_hits else block,
             runtime=ThreadingRuntime(),
+            adapter_files=adapter_files,
         )
         _LOG.info(
             "Omni Core is on: %d blocks of %d tokens, hidden rows of %d bytes, sink %r, backend %r",

@@ -65,6 +65,7 @@ class StageWorkerMixin(ChangedWeightsMixin):
             self.vllm_config,
             kv_cache_config,
             self.model_runner,
+            self.omni_core_adapter_files,
             uses_v2_runner=self.use_v2_model_runner,
         )
         self.omni_core_calls = WorkerCalls(self.omni_core_session)
