@@ -19,9 +19,10 @@ from omni_core.settings.resolve import ResolvedSettings, ResolvedValue
 from omni_core.settings.setting import Place
 from omni_core.settings.sources import CONFIG_FILE_VARIABLE
 from omni_core.settings.stage_settings import SCHEMA
-from omni_core.sinks.errors import SinkError
+from omni_core.sinks.errors import InvalidSinkOptionError, SinkError
 from omni_core.sinks.registry import check_sink
 
+_FILE, _FLAG = "file", "flag"
 _EPILOG = (
     "A value given as a flag wins over the environment (OMNI_CORE_NAME), that over the file "
     f"({CONFIG_FILE_VARIABLE}, TOML), and that over the default."
@@ -43,7 +44,13 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         add_setting_sources(reader)
         add_format_argument(reader)
         reader.set_defaults(run=run)
-    schema = actions.add_parser("schema", help="what there is to set; as json, a JSON schema of the file")
+    schema = actions.add_parser("schema", help="what there is to set; as json, a JSON schema")
+    schema.add_argument(
+        "--of",
+        choices=(_FILE, _FLAG),
+        default=_FILE,
+        help="whose JSON schema: the file's (the default), or that of the flag's omni_core section",
+    )
     add_format_argument(schema)
     schema.set_defaults(run=run_schema)
 
@@ -74,7 +81,7 @@ def run_validate(args: argparse.Namespace) -> int:
 def run_schema(args: argparse.Namespace) -> int:
     """Print the schema; 0."""
     if args.format == JSON:
-        print_json(json_schema(Place.ANYWHERE))
+        print_json(json_schema(Place.FLAG_ONLY if args.of == _FLAG else Place.ANYWHERE))
         return 0
     rows = [
         (
@@ -95,6 +102,8 @@ def _not_runnable_here(resolved: ResolvedSettings) -> Iterator[str]:
     places = {one.setting.name: one.shown_as or one.setting.name for one in resolved.values}
     try:
         check_sink(stage.sink, stage.sink_options)
+    except InvalidSinkOptionError as error:
+        yield f"{places['sink_options']}: {error}"
     except SinkError as error:
         yield f"{places['sink']}={stage.sink!r}: {error}"
     if stage.backend is not None:

@@ -12,8 +12,9 @@ DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
 
 def json_schema(place: Place) -> dict[str, Any]:
-    """What may be given there: in the configuration file (`ANYWHERE`), or in the flag too (`FLAG_ONLY`)."""
-    allowed = [one for one in SCHEMA if one.place is not Place.FLAG_ONLY or place is Place.FLAG_ONLY]
+    """What may be given there: in the configuration file (`ANYWHERE`), or in a stage's flag (`FLAG_ONLY`)."""
+    left_out = Place.TOOLS if place is Place.FLAG_ONLY else Place.FLAG_ONLY
+    allowed = [one for one in SCHEMA if one.place is not left_out]
     return {
         "$schema": DIALECT,
         "title": "Omni Core settings",

@@ -17,8 +17,13 @@ MAX_TIMEOUT_S = 31_536_000
 """A year. Python's locks cannot wait for much longer, and nobody means to."""
 
 _FLAG_WORDS = {"true": True, "1": True, "false": False, "0": False}
-_UNIT_BYTES = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
-_SIZE = re.compile(r"(\d+)\s*([a-z]*)", re.IGNORECASE)
+_UNIT_BYTES = {"b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
+_SIZE_PATTERN = "^ *([0-9]+) *([bB]|[kKmMgGtT][iI][bB])? *$"
+_SIZE = re.compile(_SIZE_PATTERN)
+_WHOLE_NUMBER = re.compile(r"\s*[+-]?[0-9]+\s*")
+_LIMIT = 1 << 63
+"""Numbers stay below it: the tables and the operating system's calls hold 64 bits."""
+_MAX_DIGITS = 20
 
 
 class NotOfKindError(ValueError):
@@ -90,18 +95,18 @@ class WholeNumber(Kind[int]):
 
     @property
     def rule(self) -> str:
-        return f"an integer of at least {self._at_least}"
+        return f"an integer of at least {self._at_least} and below 2**63"
 
     def from_value(self, value: Any) -> int:
-        self._require(_is_int(value) and value >= self._at_least)
+        self._require(_is_int(value) and self._at_least <= value < _LIMIT)
         return int(value)
 
     def from_text(self, text: str) -> int:
-        self._require(re.fullmatch(r"\s*[+-]?\d+\s*", text) is not None)
+        self._require(_WHOLE_NUMBER.fullmatch(text) is not None and len(text.strip()) <= _MAX_DIGITS)
         return self.from_value(int(text))
 
     def json_schema(self) -> dict[str, Any]:
-        return {"type": "integer", "minimum": self._at_least}
+        return {"type": "integer", "minimum": self._at_least, "exclusiveMaximum": _LIMIT}
 
 
 class ByteCount(Kind[int]):
@@ -114,23 +119,25 @@ class ByteCount(Kind[int]):
     @property
     def rule(self) -> str:
         multiple = "" if self._multiple_of == 1 else f" and a multiple of {self._multiple_of}"
-        return f"an integer of at least {self._at_least}{multiple}, or text such as '256 MiB'"
+        return f"an integer of at least {self._at_least}{multiple} and below 2**63, or text such as '256 MiB'"
 
     def from_value(self, value: Any) -> int:
         if isinstance(value, str):
             return self.from_text(value)
-        self._require(_is_int(value) and value >= self._at_least and value % self._multiple_of == 0)
+        self._require(_is_int(value) and self._at_least <= value < _LIMIT and value % self._multiple_of == 0)
         return int(value)
 
     def from_text(self, text: str) -> int:
-        size = _SIZE.fullmatch(text.strip())
-        if size is None or size[2].lower() not in _UNIT_BYTES:
+        size = _SIZE.match(text)
+        if size is None or len(size[1]) > _MAX_DIGITS:
             raise self._refusal()
-        return self.from_value(int(size[1]) * _UNIT_BYTES[size[2].lower()])
+        return self.from_value(int(size[1]) * _UNIT_BYTES[(size[2] or "b").lower()])
 
     def json_schema(self) -> dict[str, Any]:
-        integer = {"type": "integer", "minimum": self._at_least, "multipleOf": self._multiple_of}
-        return {"anyOf": [integer, {"type": "string", "pattern": "^[0-9]+ *([KMGT]iB|B)?$"}]}
+        integer: dict[str, Any] = {"type": "integer", "minimum": self._at_least, "exclusiveMaximum": _LIMIT}
+        if self._multiple_of > 1:
+            integer["multipleOf"] = self._multiple_of
+        return {"anyOf": [integer, {"type": "string", "pattern": _SIZE_PATTERN}]}
 
 
 class Seconds(Kind[float]):
@@ -226,11 +233,16 @@ class Choice(Kind[E]):
 class Options(Kind[Mapping[str, Any]]):
     """Names with values of any kind."""
 
-    rule = "a mapping of option names to values"
+    rule = "a mapping of option names to values that JSON can say"
 
     def from_value(self, value: Any) -> Mapping[str, Any]:
         self._require(isinstance(value, Mapping) and all(isinstance(key, str) for key in value))
-        return dict(value)
+        options = dict(value)
+        try:
+            json.dumps(options, allow_nan=False)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise self._refusal() from error
+        return options
 
     def from_text(self, text: str) -> Mapping[str, Any]:
         return self.from_value(_json(text))
@@ -269,5 +281,5 @@ def _is_int(value: Any) -> bool:
 def _json(text: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None

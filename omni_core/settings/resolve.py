@@ -23,6 +23,8 @@ from omni_core.settings.sources import (
 )
 from omni_core.settings.stage_settings import SCHEMA, StageSettings, ToolSettings
 
+_MAX_SHOWN = 200
+"""Characters of a wrong value that an error shows."""
 _KNOWN = {one.name: one for one in SCHEMA}
 
 
@@ -98,9 +100,9 @@ def resolve(flags: Iterable[GivenValue], environment: Mapping[str, str], file: P
     named = environment.get(CONFIG_FILE_VARIABLE)
     in_file: Iterable[GivenValue] = ()
     if file is not None:
-        in_file = from_file(file, "--file")
+        in_file = from_file(_at_home(file), "--file")
     elif named:
-        in_file = from_file(Path(named).expanduser())
+        in_file = from_file(_at_home(Path(named)))
     problems: list[str] = []
     chosen: dict[str, ResolvedValue] = {}
     for source in (flags, from_environment(environment), in_file):
@@ -127,18 +129,33 @@ def _understood(given: GivenValue) -> ResolvedValue:
         raise SettingsError(_unknown(given))
     if known.place is Place.FLAG_ONLY and given.origin is not Origin.FLAG:
         raise SettingsError(
-            f"{given.shown_as}={given.value!r}: {known.name} decides what vLLM compiles, so it must be part of vLLM's "
-            f'compile-cache key: give it in --additional-config \'{{"{SECTION}": {{"{known.name}": ...}}}}\''
+            f"{given.shown_as}={_shown(given.value)}: {known.name} decides what vLLM compiles, so it must be part of "
+            f'vLLM\'s compile-cache key: give it in --additional-config \'{{"{SECTION}": {{"{known.name}": ...}}}}\''
         )
     if known.place is Place.TOOLS and given.for_stage:
         raise SettingsError(
-            f"{given.shown_as}={given.value!r}: no stage reads {known.name}; give it as {known.variable}"
+            f"{given.shown_as}={_shown(given.value)}: no stage reads {known.name}; give it as {known.variable}"
         )
     try:
         value = known.kind.from_text(given.value) if given.is_text else known.kind.from_value(given.value)
     except NotOfKindError as error:
-        raise SettingsError(f"{given.shown_as}={given.value!r}: {error}") from error
+        raise SettingsError(f"{given.shown_as}={_shown(given.value)}: {error}") from error
     return ResolvedValue(known, value, given.origin, given.shown_as)
+
+
+def _at_home(path: Path) -> Path:
+    try:
+        return path.expanduser()
+    except RuntimeError:  # no such user: there will be no such file either
+        return path
+
+
+def _shown(value: Any) -> str:
+    try:
+        shown = repr(value)
+    except ValueError:  # Python does not write integers of thousands of digits
+        return f"a {type(value).__name__} too long to show"
+    return shown if len(shown) <= _MAX_SHOWN else f"{shown[:_MAX_SHOWN]}…"
 
 
 def _unknown(given: GivenValue) -> str:

@@ -105,10 +105,12 @@ def from_file(path: Path, named_by: str = CONFIG_FILE_VARIABLE) -> Iterator[Give
         SettingsError: it cannot be read, or is not TOML; names the file and the line.
     """
     try:
+        if not path.is_file():  # a pipe would be waited for without end
+            raise FileNotFoundError("there is no such file, or it is none")
         document = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise SettingsError(f"{named_by}={path}: cannot be read: {error}; leave it out, or name a file") from error
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise SettingsError(f"{named_by}={path}: is not TOML: {error}") from error
     for name, value in document.items():
         yield GivenValue(name, value, Origin.FILE, f"{path}: {name}")

@@ -108,6 +108,16 @@ class StageSink(ABC):
     the sink then sees no more of that request. A call that does not return costs rows, but never a step of the engine.
     """
 
+    @classmethod
+    def check_options(cls, options: Mapping[str, Any]) -> None:
+        """Refuse values that the constructor would refuse, and make nothing. The names are the constructor's already.
+
+        For tools that look at settings before anything is started. Without it only names are looked at.
+
+        Raises:
+            InvalidSinkOptionError: names the option, its value and the rule.
+        """
+
     @abstractmethod
     def accept(self, delivery: SinkDelivery) -> None:
         """Take one step's rows of one request. May block on its own medium."""

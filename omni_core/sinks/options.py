@@ -4,9 +4,20 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from omni_core.sinks.errors import InvalidSinkOptionError
+
+
+def check_values(sink: str, options: Mapping[str, Any], rules: Mapping[str, Callable[[str, str, Any], Any]]) -> None:
+    """Ask each option's rule, one of the functions below; an option without one is left alone.
+
+    Raises:
+        InvalidSinkOptionError: as the rule.
+    """
+    for option in options.keys() & rules.keys():
+        rules[option](sink, option, options[option])
 
 
 def checked_bool(sink: str, option: str, value: Any) -> bool:

@@ -48,7 +48,7 @@ def create_sink(name: str, options: Mapping[str, Any] = _NO_OPTIONS) -> StageSin
 
     Raises:
         UnknownSinkError, DuplicateSinkError, BrokenSinkError: as `load_sink_class`.
-        InvalidSinkOptionError: an option the sink does not have, or one it needs is missing; names its options.
+        InvalidSinkOptionError: an option the sink does not have, one it needs is missing, or a value it refuses.
     """
     return check_sink(name, options)(**options)
 
@@ -67,4 +67,5 @@ def check_sink(name: str, options: Mapping[str, Any] = _NO_OPTIONS) -> type[Stag
         raise InvalidSinkOptionError(
             f"sink {name!r} with the options {dict(options)!r}: {error}; it takes {signature}"
         ) from error
+    sink_class.check_options(options)
     return sink_class

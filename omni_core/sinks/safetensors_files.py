@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -22,7 +22,7 @@ from omni_core.sinks.file_names import (
     RESULT_SUFFIX,
     request_file_stem,
 )
-from omni_core.sinks.options import checked_bool, checked_count, checked_path
+from omni_core.sinks.options import check_values, checked_bool, checked_count, checked_path
 from omni_core.sinks.request_content import (
     FORMAT_NAME,
     FORMAT_VERSION,
@@ -99,6 +99,16 @@ class SafetensorsSink(StageSink):
     def open_bytes(self) -> int:
         """Bytes that requests which have not ended hold: what `max_open_bytes` bounds. Any thread."""
         return self._joiner.open_bytes
+
+    @classmethod
+    def check_options(cls, options: Mapping[str, Any]) -> None:
+        rules = {
+            "directory": checked_path,
+            "overwrite": checked_bool,
+            "keep_aborted": checked_bool,
+            "max_open_bytes": checked_count,
+        }
+        check_values("safetensors", options, rules)
 
     def accept(self, delivery: SinkDelivery) -> None:
         if self._closed:

@@ -3,6 +3,7 @@
 
 import json
 import os
+import re
 
 import pytest
 
@@ -62,7 +63,16 @@ def test_validate_has_nothing_to_say_of_what_can_be_run_with(capsys):
         (["--set", "staging_depth"], "--set staging_depth: must be NAME=VALUE"),
         (["--set", "staging_depth=two"], "--set staging_depth='two': must be an integer of at least 2"),
         (["--set", "sink=nowhere"], "--set sink='nowhere': no sink is installed under the name 'nowhere'; installed: "),
-        (["--set", 'sink_options={"dir": 1}'], "sink 'memory' with the options {'dir': 1}: "),
+        (["--set", 'sink_options={"dir": 1}'], "--set sink_options: sink 'memory' with the options {'dir': 1}: "),
+        (
+            ["--set", 'sink_options={"max_bytes": "all"}'],
+            "memory sink: max_bytes='all': must be an integer of at least 1",
+        ),
+        (["--set", "staging_depth=" + "9" * 5000], "must be an integer of at least 2 and below 2**63"),
+        (["--set", "sink_options=" + "[" * 100_000], "must be a mapping of option names"),
+        (["--additional-config", "[" * 100_000], "--additional-config is not JSON: "),
+        (["--additional-config", '{"omni_core": {"tap": true, "tap": false}}'], "'tap' is given twice"),
+        (["--file", "~nobody-here/x"], "--file=~nobody-here/x: cannot be read: "),
         (["--set", "backend=tpu"], "--set backend='tpu': no backend is installed under the name 'tpu'; installed: "),
         (["--additional-config", "{"], "--additional-config is not JSON: "),
         (["--additional-config", '{"omni_core": 1}'], "additional_config['omni_core'] is a int; make it a mapping"),
@@ -96,6 +106,37 @@ def test_schema_lists_what_there_is_to_set(capsys):
     listed = {line.split()[0]: line.split()[1] for line in lines if not line.startswith(" ")}
     assert list(listed) == [one.name for one in SCHEMA]
     assert (listed["sink"], listed["layers"]) == ("OMNI_CORE_SINK", "-")
+
+
+def test_a_pipe_is_no_file_to_wait_for(tmp_path, capsys):
+    os.mkfifo(tmp_path / "pipe")
+    assert main(["config", "validate", "--file", str(tmp_path / "pipe")]) == 1
+    assert "cannot be read: there is no such file, or it is none" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["sink_options = {day = 1979-05-27}", "sink_options = {most = inf}", "a = [" * 5000])
+def test_a_file_that_says_what_json_cannot_is_a_mistake(text, tmp_path, capsys):
+    (tmp_path / "omni_core.toml").write_text(text)
+    for action in ("show", "validate"):
+        assert main(["config", action, "--format", "json", "--file", str(tmp_path / "omni_core.toml")]) == 1
+        assert json.loads(capsys.readouterr().out)["valid"] is False
+
+
+def test_schema_of_the_flag_has_what_only_a_flag_may_say(capsys):
+    assert main(["config", "schema", "--of", "flag", "--format", "json"]) == 0
+    names = set(json.loads(capsys.readouterr().out)["properties"])
+    assert names == {one.name for one in SCHEMA} - {"home"}
+
+
+@pytest.mark.parametrize("text", ["1", " 5 ", "256 MiB", "2gib", "3B"])
+def test_what_the_schema_says_of_byte_counts_is_what_is_read(text, capsys):
+    assert main(["config", "schema", "--format", "json"]) == 0
+    of_text = json.loads(capsys.readouterr().out)["properties"]["sink_queue_bytes"]["anyOf"][1]["pattern"]
+    assert re.search(of_text, text)
+    assert main(["config", "validate", "--set", f"sink_queue_bytes={text}"]) == 0
+    for wrong in (f"{text}x", f"-{text}", text.replace("5", "٣") + "٣"):
+        assert not re.search(of_text, wrong)
+        assert main(["config", "validate", "--set", f"sink_queue_bytes={wrong}"]) == 1
 
 
 def test_schema_as_json_is_a_json_schema_of_the_file(capsys):
