@@ -48,7 +48,7 @@ class PoolWriter:
         self._buffers = buffers
         self._live_reads = live_reads
         self._runtime = runtime
-        self._last_row = np.zeros(table.num_slots, np.int32)
+        self._last_row = table.writer_numbers
         self.rows_rescued = 0
 
     def write(self, write_id: int, slots: npt.NDArray[np.int64], rows_by_key: Mapping[str, torch.Tensor]) -> None:

@@ -25,8 +25,8 @@ NOBODY = 0
 NO_ADAPTER = 0
 """The adapter of blocks that the bare model fills."""
 
-SHARED_BYTES_PER_SLOT = 13
-"""Bytes of the tables that all keys share, per slot: a floor, a pin count and a mark."""
+SHARED_BYTES_PER_SLOT = 17
+"""Bytes of the tables that all keys share, per slot: a floor, a pin count, a mark and the writer's number."""
 SHARED_BYTES_PER_BLOCK = 40
 """The same, per block: two floors, a digest, an owner and an adapter."""
 KEY_BYTES_PER_SLOT = 16
@@ -71,6 +71,8 @@ class SlotTable:
         self._latest: dict[str, WriteIds] = {}
         self._stamp: dict[str, WriteIds] = {}
         self._mark: npt.NDArray[np.bool_] = zero_table(self.num_slots, np.bool_)
+        self.writer_numbers: npt.NDArray[np.int32] = zero_table(self.num_slots, np.int32)
+        """A number per slot that means something to the one writer, during a write. Committer thread only."""
 
     @property
     def keys(self) -> tuple[str, ...]:

@@ -7,17 +7,14 @@ beside. Measured when this was written: 0.3 to 2.1 MB of 66 to 405 MB.
 """
 
 import json
-import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from model_configs import QWEN3_OMNI_30B_A3B, SMOLLM2_135M, TALKER, THINKER, write_model
+from process_memory import memory_of
 
 from omni_core.cli.main import main
 
-PROGRAM = Path(__file__).parents[1] / "support" / "memory_program.py"
 TOLERANCE_BYTES = 8 << 20
 FILL_BLOCKS = 2500
 MAX_NUM_TOKENS = 1024
@@ -36,6 +33,15 @@ MODELS = {
         QWEN3_OMNI_30B_A3B,
         ["--stage-config", TALKER, "--kv-cache-bytes", "4 GiB", "--deferred-key", "codes:16:int64"],
         {"keys": [["codes", 16, "int64"]], "deferred": ["codes"]},
+    ),
+    # A policy that keeps no hidden rows: none is committed at start.
+    "talker without hidden rows": (
+        QWEN3_OMNI_30B_A3B,
+        [
+            *("--stage-config", TALKER, "--kv-cache-bytes", "4 GiB", "--no-hidden", "--pretouch"),
+            *("--key", "codes:64:int64", "--extra-row-bytes", "512"),
+        ],
+        {"keys": [["codes", 64, "int64"]], "keeps_hidden": False, "pretouch": True, "extra_row_bytes": 512},
     ),
     "small": (SMOLLM2_135M, ["--kv-cache-bytes", "1 GiB"], {}),
 }
@@ -61,16 +67,3 @@ def test_the_plan_is_what_is_allocated_and_memory_follows_it(capsys, tmp_path, n
     expected = plan["start_bytes"] + sum(touched.values())
     assert abs(seen["growth_when_filled"] - expected) < TOLERANCE_BYTES
     assert expected > 5 * TOLERANCE_BYTES, "what is compared is larger than the tolerance"
-
-
-def memory_of(**told):
-    done = subprocess.run(
-        [sys.executable, str(PROGRAM), json.dumps(told)],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)

@@ -42,7 +42,7 @@ class Outputs:
 class Filled:
     """A cache whose blocks one request after another fills, a step of whole blocks at a time; nothing is delivered."""
 
-    def __init__(self, outputs, *, hidden_dtype, keys=(), deferred=(), **settings):
+    def __init__(self, outputs, *, hidden_dtype, keys=(), deferred=(), keeps_hidden=True, **settings):
         self.config = PrefixCacheConfig(hidden_dtype=getattr(torch, hidden_dtype), **settings)
         self.outputs = outputs
         runtime = ThreadingRuntime()
@@ -51,7 +51,11 @@ class Filled:
             self.config, self.backend, lambda: self.layout, runtime=runtime, device=torch.device("cpu")
         )
         self.cache.register_policy(
-            ModelCachePolicy(token_keys=set(outputs.keys) - set(deferred), deferred_keys=set(deferred))
+            ModelCachePolicy(
+                token_keys=set(outputs.keys) - set(deferred),
+                deferred_keys=set(deferred),
+                needs_full_hidden_states=keeps_hidden,
+            )
         )
         self._step = 0
 
@@ -104,7 +108,7 @@ def warm_up():
 
 def main(told):
     torch.set_num_threads(1)
-    fill_blocks = told.pop("fill_blocks")
+    fill_blocks, far_blocks = told.pop("fill_blocks"), told.pop("far_blocks", ())
     warm_up()
     outputs = outputs_of(told)
     before = anonymous_bytes()
@@ -115,12 +119,16 @@ def main(told):
     one_block = anonymous_bytes()
     filled.fill(2, fill_blocks - 1)
     full = anonymous_bytes()
+    for block in far_blocks:
+        filled.fill(block, 1)
+    far = anonymous_bytes()
     sys.stdout.write(
         json.dumps(
             {
                 "growth_when_built": built - before,
                 "growth_when_one_block_is_written": one_block - before,
                 "growth_when_filled": full - before,
+                "growth_when_far_blocks_are_written": far - before,
                 "memory_when_built": asdict(built_stats.memory),
                 "memory_when_filled": asdict(filled.cache.stats().memory),
                 "resident_pool_bytes": filled.cache.resident_pool_bytes(),
