@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from omni_core.cli.plan.model_config import AUTO, KV_CACHE_DTYPES
+from omni_core.cli.plan.engine_dtypes import AUTO, KV_CACHE_DTYPES
 from omni_core.cli.setting_sources import add_setting_sources
 from omni_core.cli.tables import add_format_argument
 from omni_core.settings.kinds import ByteCount, NotOfKindError

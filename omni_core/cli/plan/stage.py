@@ -4,24 +4,24 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from omni_core.cli.plan.arguments import DEFAULT_BLOCK_SIZE
+from omni_core.cli.plan.engine_dtypes import AUTO
 from omni_core.cli.plan.errors import PlanInputError
-from omni_core.cli.plan.model_config import Parallel, StageModel
+from omni_core.cli.plan.kv_layout import Parallel
+from omni_core.cli.plan.model_config import StageModel
 from omni_core.cli.plan.running_engine import RunningEngine
+from omni_core.integrations.vllm.cache_settings import StageGeometry, config_of
 from omni_core.integrations.vllm.chosen_layers import layer_key
-from omni_core.prefix_cache.config import HIDDEN_KEY, PrefixCacheConfig
+from omni_core.prefix_cache.config import HIDDEN_KEY
 from omni_core.prefix_cache.errors import InvalidConfigError
 from omni_core.prefix_cache.sizing import StageSizes
 from omni_core.settings.stage_settings import StageSettings
-from omni_core.sinks.rows import DEFAULT_MAX_OPEN_BYTES
+from omni_core.sinks.held_bytes import most_held_bytes
 
 T = TypeVar("T")
-
-_SINK_LIMITS = {"memory": "max_bytes", "safetensors": "max_open_bytes"}
-"""Our sinks that hold rows in memory, and the option that bounds it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +46,7 @@ def planned_stage(
     notes: list[str] = []
     if model is not None:
         sources.append(model.source)
+        notes.extend(model.notes)
     if engine is not None:
         sources.append(f"{engine.url}, {engine.num_engines} engine{'s' if engine.num_engines > 1 else ''}")
     hidden_size = _first(args.hidden_size, None if model is None else model.hidden_size, "--hidden-size or --model")
@@ -55,33 +56,24 @@ def planned_stage(
     if num_blocks is None and engine is not None:
         num_blocks = engine.num_blocks
     if num_blocks is None and args.kv_cache_bytes is not None and model is not None:
-        parallel = Parallel(args.tensor_parallel_size, args.pipeline_parallel_size)
-        num_blocks = model.num_blocks(args.kv_cache_bytes, block_size, parallel, args.kv_cache_dtype)
-        token_bytes = model.kv_bytes_per_token(parallel, args.kv_cache_dtype)
+        parallel = Parallel(args.tensor_parallel_size or 1, args.pipeline_parallel_size or 1)
+        kv_cache_dtype = args.kv_cache_dtype or AUTO
+        num_blocks = model.num_blocks(args.kv_cache_bytes, block_size, parallel, kv_cache_dtype)
+        token_bytes = model.kv_bytes_per_token(parallel, kv_cache_dtype)
+        notes.extend(model.kv_notes(kv_cache_dtype))
         sources.append(f"{args.kv_cache_bytes:,} bytes of KV cache per rank, of which a token takes {token_bytes:,}")
     if num_blocks is None:
         raise PlanInputError("how many blocks? give --num-blocks, --server, or --kv-cache-bytes with --model")
     keys = {key.name: key.row_bytes for key in (*args.key, *args.deferred_key)}
     if len(keys) != len(args.key) + len(args.deferred_key) or HIDDEN_KEY in keys:
         raise PlanInputError("--key and --deferred-key: each name once, and not that of the hidden rows")
-    sink_bytes, unknown = _sink_bytes(args, settings)
+    sink_bytes, unknown = sink_bytes_of(args, settings)
     notes.extend(unknown)
     try:
-        config = PrefixCacheConfig(
-            num_blocks=num_blocks,
-            block_size=block_size,
-            hidden_size=hidden_size,
-            hidden_dtype=dtype,
-            max_num_tokens=args.max_num_tokens,
-            staging_depth=settings.staging_depth,
-            extra_row_bytes=settings.extra_row_bytes,
-            extra_step_bytes=settings.extra_step_bytes,
-            device_staging_bytes=settings.device_staging_bytes,
-            max_recycled_bytes=settings.max_recycled_bytes,
-            pretouch=args.pretouch or settings.pretouch,
-            pin_chunk_bytes=settings.pin_chunk_bytes,
-            caches_per_host=args.caches_per_host,
+        geometry = StageGeometry(
+            num_blocks, block_size, hidden_size, dtype, args.max_num_tokens, caches_per_host=args.caches_per_host
         )
+        config = config_of(replace(settings, pretouch=args.pretouch or settings.pretouch), geometry)
     except InvalidConfigError as error:
         raise PlanInputError(str(error)) from error
     sizes = StageSizes(
@@ -104,10 +96,11 @@ def _first(given: T | None, known: T | None, how: str) -> T:
     return value
 
 
-def _sink_bytes(args: argparse.Namespace, settings: StageSettings) -> tuple[int, tuple[str, ...]]:
+def sink_bytes_of(args: argparse.Namespace, settings: StageSettings) -> tuple[int, tuple[str, ...]]:
+    """Most bytes that the stage's sink holds, and what to say if that is not known."""
     if args.sink_bytes is not None:
         return args.sink_bytes, ()
-    option = _SINK_LIMITS.get(settings.sink)
-    if option is None:
+    held_bytes = most_held_bytes(settings.sink, settings.sink_options)
+    if held_bytes is None:
         return 0, (f"what the sink {settings.sink!r} holds in memory is not known: give --sink-bytes",)
-    return int(settings.sink_options.get(option, DEFAULT_MAX_OPEN_BYTES)), ()
+    return held_bytes, ()
