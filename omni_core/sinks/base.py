@@ -4,10 +4,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -108,15 +108,9 @@ class StageSink(ABC):
     the sink then sees no more of that request. A call that does not return costs rows, but never a step of the engine.
     """
 
-    @classmethod
-    def check_options(cls, options: Mapping[str, Any]) -> None:
-        """Refuse values that the constructor would refuse, and make nothing. The names are the constructor's already.
-
-        For tools that look at settings before anything is started. Without it only names are looked at.
-
-        Raises:
-            InvalidSinkOptionError: names the option, its value and the rule.
-        """
+    option_rules: ClassVar[Mapping[str, Callable[[str, str, Any], Any]]] = {}
+    """Option → what refuses a wrong value with `InvalidSinkOptionError`, given sink, option and value, such as the
+    functions of `omni_core.sinks.options`. For tools that look at settings and start nothing."""
 
     @abstractmethod
     def accept(self, delivery: SinkDelivery) -> None:

@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import ClassVar
 
 from omni_core.runtime import Runtime, ThreadingRuntime
 from omni_core.sinks.base import RequestEnd, RequestKey, SinkDelivery, SinkRequestEnd, StageSink
@@ -16,7 +16,7 @@ from omni_core.sinks.errors import (
     UnknownRequestError,
 )
 from omni_core.sinks.found_request import FoundRequest, RequestState
-from omni_core.sinks.options import check_values, checked_bool, checked_count
+from omni_core.sinks.options import checked_bool, checked_count
 from omni_core.sinks.request_index import RequestIndex, RequestNames
 from omni_core.sinks.rows import DEFAULT_MAX_OPEN_BYTES, RequestJoiner, StoredRequest
 
@@ -32,6 +32,8 @@ class MemorySink(StageSink):
     `accept`, `finish` and `close` belong to the feeder thread. Every other method may be called from any thread and
     waits only for a short lock, never for a copy.
     """
+
+    option_rules: ClassVar = {"max_requests": checked_count, "max_bytes": checked_count, "keep_aborted": checked_bool}
 
     def __init__(
         self,
@@ -67,11 +69,6 @@ class MemorySink(StageSink):
         self._without_rows: dict[RequestKey, str] = {}
         self._running: set[RequestKey] = set()
         self._closed = False
-
-    @classmethod
-    def check_options(cls, options: Mapping[str, Any]) -> None:
-        rules = {"max_requests": checked_count, "max_bytes": checked_count, "keep_aborted": checked_bool}
-        check_values("memory", options, rules)
 
     def accept(self, delivery: SinkDelivery) -> None:
         if self._closed:

@@ -10,6 +10,7 @@ from typing import Any
 from omni_core.plugins import InstalledPlugin, PluginGroup
 from omni_core.sinks.base import StageSink
 from omni_core.sinks.errors import BrokenSinkError, DuplicateSinkError, InvalidSinkOptionError, UnknownSinkError
+from omni_core.sinks.options import check_values
 
 SINK_GROUP = "omni_core.sinks"
 """The entry-point group of sinks."""
@@ -67,5 +68,5 @@ def check_sink(name: str, options: Mapping[str, Any] = _NO_OPTIONS) -> type[Stag
         raise InvalidSinkOptionError(
             f"sink {name!r} with the options {dict(options)!r}: {error}; it takes {signature}"
         ) from error
-    sink_class.check_options(options)
+    check_values(name, options, sink_class.option_rules)
     return sink_class

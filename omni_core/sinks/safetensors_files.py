@@ -7,10 +7,10 @@ import json
 import logging
 import os
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, ClassVar
 
 from omni_core.sinks.base import RequestEnd, SinkDelivery, SinkRequestEnd, StageSink
 from omni_core.sinks.errors import InvalidRequestFileError, SinkClosedError
@@ -22,7 +22,7 @@ from omni_core.sinks.file_names import (
     RESULT_SUFFIX,
     request_file_stem,
 )
-from omni_core.sinks.options import check_values, checked_bool, checked_count, checked_path
+from omni_core.sinks.options import checked_bool, checked_count, checked_path
 from omni_core.sinks.request_content import (
     FORMAT_NAME,
     FORMAT_VERSION,
@@ -58,6 +58,13 @@ class SafetensorsSink(StageSink):
     one only with `keep_aborted`; a failed one leaves its error in `….error.json` and no rows. Outputs without a row
     per token are named in the metadata and not written.
     """
+
+    option_rules: ClassVar = {
+        "directory": checked_path,
+        "overwrite": checked_bool,
+        "keep_aborted": checked_bool,
+        "max_open_bytes": checked_count,
+    }
 
     def __init__(
         self,
@@ -99,16 +106,6 @@ class SafetensorsSink(StageSink):
     def open_bytes(self) -> int:
         """Bytes that requests which have not ended hold: what `max_open_bytes` bounds. Any thread."""
         return self._joiner.open_bytes
-
-    @classmethod
-    def check_options(cls, options: Mapping[str, Any]) -> None:
-        rules = {
-            "directory": checked_path,
-            "overwrite": checked_bool,
-            "keep_aborted": checked_bool,
-            "max_open_bytes": checked_count,
-        }
-        check_values("safetensors", options, rules)
 
     def accept(self, delivery: SinkDelivery) -> None:
         if self._closed:

@@ -1,0 +1,23 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What our sinks hold in memory at most, known from their options, before any is made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from omni_core.sinks.rows import DEFAULT_MAX_OPEN_BYTES
+
+_LIMITS = {"memory": "max_bytes", "safetensors": "max_open_bytes"}
+"""Our sinks that hold rows in memory, and the option that bounds it."""
+
+
+def most_held_bytes(sink: str, options: Mapping[str, Any]) -> int | None:
+    """Most bytes of rows that a sink holds in memory; `None` for another package's, of which it is not known.
+
+    Args:
+        sink: its entry-point name.
+        options: its keyword arguments.
+    """
+    option = _LIMITS.get(sink)
+    return None if option is None else int(options.get(option, DEFAULT_MAX_OPEN_BYTES))
