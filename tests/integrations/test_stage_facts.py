@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the gate is told about a stage, and what it answers, without an engine."""
 
+from dataclasses import fields, replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from omni_core.integrations.vllm.cache_settings import StageGeometry, config_of
 from omni_core.integrations.vllm.errors import GateRefusedError
 from omni_core.integrations.vllm.stage_facts import KvGroups, cache_config, decide, stage_facts
 from omni_core.prefix_cache.block_pool import RowSpec
+from omni_core.prefix_cache.config import PrefixCacheConfig
 from omni_core.prefix_cache.gate import GateStatus
 from omni_core.settings.stage_settings import StageSettings
 
@@ -169,6 +172,17 @@ def test_the_caches_configuration_is_the_stages():
     assert (config.staging_claim_timeout_s, config.join_timeout_s) == (1.5, 2.5)
     assert (config.extra_step_bytes, config.device_staging_bytes, config.max_recycled_bytes) == (16, 4096, 32)
     assert (config.pretouch, config.pin_chunk_bytes) == (True, 8192)
+
+
+def test_every_setting_that_the_cache_has_too_reaches_it():
+    shared = {field.name for field in fields(StageSettings)} & {field.name for field in fields(PrefixCacheConfig)}
+    assert {"staging_depth", "pretouch", "join_timeout_s"} <= shared
+    default = StageSettings(enabled=True)
+    geometry = StageGeometry(100, 32, 64, torch.bfloat16, 256)
+    for name in shared:
+        before = getattr(default, name)
+        value = not before if isinstance(before, bool) else before + (1 << 20)
+        assert getattr(config_of(replace(default, **{name: value}), geometry), name) == value
 
 
 def test_rows_of_chosen_layers_are_known_beforehand():

@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from omni_core.integrations.vllm.cache_settings import StageGeometry, config_of
 from omni_core.integrations.vllm.chosen_layers import ChosenLayers
 from omni_core.integrations.vllm.errors import GateRefusedError
 from omni_core.integrations.vllm.releases.engine_contract import EngineFact
@@ -118,22 +119,18 @@ def cache_config(settings: StageSettings, vllm_config: Any, *, num_blocks: int, 
         InvalidConfigError: a value the cache cannot run with.
     """
     model_config = vllm_config.model_config
-    layers = ChosenLayers(settings.captured_layers)
-    return PrefixCacheConfig(
+    geometry = StageGeometry(
         num_blocks=num_blocks,
         block_size=block_size,
         hidden_size=model_config.get_hidden_size(),
         hidden_dtype=model_config.dtype,
         max_num_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
-        staging_depth=settings.staging_depth,
-        extra_row_bytes=settings.extra_row_bytes + layers.row_bytes(model_config.get_hidden_size(), model_config.dtype),
-        staging_claim_timeout_s=settings.staging_claim_timeout_s,
-        join_timeout_s=settings.join_timeout_s,
-        extra_step_bytes=settings.extra_step_bytes,
-        device_staging_bytes=settings.device_staging_bytes,
-        max_recycled_bytes=settings.max_recycled_bytes,
-        pretouch=settings.pretouch,
-        pin_chunk_bytes=settings.pin_chunk_bytes,
-        key_rows=layers.key_rows(model_config.get_hidden_size(), model_config.dtype),
         caches_per_host=max(1, vllm_config.parallel_config.data_parallel_size_local),
+    )
+    config = config_of(settings, geometry)
+    layers = ChosenLayers(settings.captured_layers)
+    return replace(
+        config,
+        extra_row_bytes=config.extra_row_bytes + layers.row_bytes(geometry.hidden_size, geometry.hidden_dtype),
+        key_rows=layers.key_rows(geometry.hidden_size, geometry.hidden_dtype),
     )
