@@ -131,7 +131,8 @@ def _problem(
 ) -> str | None:
     """Why so much cannot be had: of all caches on the host against its limit, of one against what is free now."""
     if host.limit is not None and on_host_bytes > host.limit.nbytes:
-        parts = f"{one_bytes} for each of {plan.caches_per_host} caches on this host"
+        beside = f", and {plan.beside_bytes} of other stages" if plan.beside_bytes else ""
+        parts = f"{one_bytes} for each of {plan.caches_per_host} caches on this host{beside}"
         return f"{on_host.format(on_host_bytes, parts)}, but {host.limit.source} allows {host.limit.nbytes}"
     if host.available is not None and one_bytes > host.available.nbytes:
         return f"{of_one.format(one_bytes)}, but {host.available.nbytes} are free now ({host.available.source})"
@@ -155,7 +156,8 @@ def _pool_in_words(sizes: StageSizes) -> str:
     row_bytes = sum(sizes.stored_row_bytes.values())
     return (
         f"num_blocks={sizes.config.num_blocks} x block_size={sizes.config.block_size} x {row_bytes} bytes of rows per "
-        f"token, and {sizes.plan().start_bytes} bytes at start; further keys come on top"
+        f"token, {sizes.plan().start_bytes} bytes at start, and {sizes.sink_queue_bytes + sizes.sink_bytes} of rows "
+        "that the sink waits for or holds; further keys come on top"
     )
 
 

@@ -138,7 +138,14 @@ class OmniPrefixCacheManager:
         # A daemon thread inside torch when the interpreter ends aborts the process (faults.md, row 105).
         atexit.register(self.close)
 
-    def register_policy(self, policy: ModelCachePolicy, *, on_pretouch: OnPretouch | None = None) -> None:
+    def register_policy(
+        self,
+        policy: ModelCachePolicy,
+        *,
+        on_pretouch: OnPretouch | None = None,
+        sink_queue_bytes: int = 0,
+        sink_bytes: int = 0,
+    ) -> None:
         """Take the model's declaration. Engine thread, at load, before the first step.
 
         Slow if it declares deferred keys: allocates `device_staging_bytes` on the device, and two pinned buffers. Slow
@@ -148,6 +155,8 @@ class OmniPrefixCacheManager:
         Args:
             policy: the model's.
             on_pretouch: told how far the pre-touch has come, on the calling thread.
+            sink_queue_bytes: most bytes of delivered rows that the caller lets wait, counted in the memory check.
+            sink_bytes: most bytes of rows that the caller's sink holds in memory, counted too.
 
         Raises:
             StepOrderError: a step has already started.
@@ -161,7 +170,13 @@ class OmniPrefixCacheManager:
                 raise StepOrderError("register_policy was called after the first step; register it at load")
             if self._state.closing:
                 raise CacheClosedError("register_policy: the cache is closed")
-        sizes = replace(self._sizes, deferred_keys=policy.deferred_keys, keeps_hidden=policy.needs_full_hidden_states)
+        sizes = replace(
+            self._sizes,
+            deferred_keys=policy.deferred_keys,
+            keeps_hidden=policy.needs_full_hidden_states,
+            sink_queue_bytes=sink_queue_bytes,
+            sink_bytes=sink_bytes,
+        )
         check_host_memory(sizes, host_memory(), taken_bytes=self._sizes.before_policy.plan().start_bytes)
         prepared = self._controller.pretouch(policy, on_pretouch) if self.config.pretouch else {}
         memory = self._controller.allocate_deferred(policy)

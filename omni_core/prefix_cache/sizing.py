@@ -73,6 +73,8 @@ class HostPlan:
     """Rows of one stage that may wait for its sink."""
     sink_bytes: int = 0
     """What one stage's sink itself may hold in memory."""
+    beside_bytes: int = 0
+    """What other stages of the host take, as its operator says."""
 
     @property
     def pretouch_bytes(self) -> int:
@@ -87,8 +89,8 @@ class HostPlan:
 
     @property
     def start_on_host_bytes(self) -> int:
-        """Committed by all caches of the host before the first step."""
-        return self.start_bytes * self.caches_per_host
+        """Committed by all caches of the host before the first step, and what other stages take."""
+        return self.start_bytes * self.caches_per_host + self.beside_bytes
 
     @property
     def most_bytes(self) -> int:
@@ -99,8 +101,8 @@ class HostPlan:
 
     @property
     def most_on_host_bytes(self) -> int:
-        """What all stages of the host can come to."""
-        return self.most_bytes * self.caches_per_host
+        """What all stages of the host can come to, the others included."""
+        return self.most_bytes * self.caches_per_host + self.beside_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +122,7 @@ class StageSizes:
     device_is_host: bool = False
     sink_queue_bytes: int = 0
     sink_bytes: int = 0
+    beside_bytes: int = 0
 
     @property
     def cache_config(self) -> PrefixCacheConfig:
@@ -159,6 +162,7 @@ class StageSizes:
             pretouched_keys=tuple(self._known_keys) if config.pretouch else (),
             sink_queue_bytes=self.sink_queue_bytes,
             sink_bytes=self.sink_bytes,
+            beside_bytes=self.beside_bytes,
         )
 
     @property

@@ -178,6 +178,17 @@ def test_nothing_is_checked_where_nothing_is_known():
     assert judge_fit(sizes(num_blocks=1 << 30), HostMemory(None, None)).fits
 
 
+def test_what_other_stages_take_counts_against_the_limit_and_is_told():
+    alone = replace(sizes(num_blocks=10_000), sink_bytes=GIB)
+    beside = replace(alone, beside_bytes=3 * GIB)
+    assert beside.plan().most_on_host_bytes == alone.plan().most_on_host_bytes + 3 * GIB
+    assert beside.plan().start_on_host_bytes == alone.plan().start_on_host_bytes + 3 * GIB
+    assert beside.plan().most_bytes == alone.plan().most_bytes
+    assert judge_fit(alone, host(4 * GIB)).fits
+    assert "caches on this host, and 3221225472 of other stages), but" in judge_fit(beside, host(4 * GIB)).warning
+    assert judge_fit(beside, host(64 * GIB, available_bytes=4 * GIB)).fits, "what runs is not free now anyway"
+
+
 # -- what to change
 
 

@@ -36,6 +36,7 @@ from omni_core.prefix_cache.policy import ModelCachePolicy
 from omni_core.runtime import Runtime
 from omni_core.settings.stage_settings import StageSettings
 from omni_core.sinks.base import StageSink
+from omni_core.sinks.held_bytes import most_held_bytes
 from omni_core.sinks.memory import MemorySink
 from omni_core.sinks.registry import create_sink
 
@@ -96,7 +97,12 @@ class StageParts:
             self.cache = OmniPrefixCacheManager(config, self.backend, current.layout, runtime=runtime, device=device)
             undo.callback(self.cache.close)
             with pretouch_display(runtime) as show:
-                self.cache.register_policy(policy, on_pretouch=show)
+                self.cache.register_policy(
+                    policy,
+                    on_pretouch=show,
+                    sink_queue_bytes=settings.sink_queue_bytes,
+                    sink_bytes=most_held_bytes(settings.sink, settings.sink_options) or 0,
+                )
             self.builder = StageBuilder(
                 self.cache,
                 self.sink,
