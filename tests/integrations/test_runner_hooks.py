@@ -10,8 +10,9 @@ import torch
 from fake_stage import FakeStage
 
 from omni_core.integrations.vllm.errors import StageNotFoundError
-from omni_core.integrations.vllm.runner_hooks import MAX_FAILED_STEPS_IN_A_ROW, adopt_hooks
+from omni_core.integrations.vllm.runner_hooks import adopt_hooks
 from omni_core.integrations.vllm.session import StageSession, stage_session
+from omni_core.integrations.vllm.step_hooks import MAX_FAILED_STEPS_IN_A_ROW
 from omni_core.integrations.vllm.tap import install_tap
 from omni_core.prefix_cache.config import HIDDEN_KEY
 from omni_core.prefix_cache.errors import OmniPrefixCacheStagingTimeoutError

@@ -7,7 +7,7 @@ import fake_runner as fake
 import pytest
 from exiting_stages import PROMPT, open_stage
 
-from omni_core.integrations.vllm import session as session_module
+from omni_core.integrations.vllm import stage_parts as parts_module
 from omni_core.runtime import ThreadingRuntime
 
 BOUND_S = 20.0
@@ -31,7 +31,7 @@ def test_a_stage_that_cannot_be_made_leaves_no_thread(tmp_path, monkeypatch):
         raise LookupError("the model has no outputs")
 
     before = our_threads()
-    monkeypatch.setattr(session_module, "stage_outputs_model", broken)
+    monkeypatch.setattr(parts_module, "stage_outputs_model", broken)
     with pytest.raises(LookupError, match="the model has no outputs"):
         open_stage(tmp_path, shutdown_timeout_s=BOUND_S)
     assert our_threads() == before

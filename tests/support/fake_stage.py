@@ -7,7 +7,8 @@ import torch
 from omni_core.integrations.vllm.adapter_files import AdapterFiles
 from omni_core.integrations.vllm.chosen_layers import ChosenLayers, capture_layers
 from omni_core.integrations.vllm.runner_hooks import adopt_hooks
-from omni_core.integrations.vllm.session import StageParts, StageSession
+from omni_core.integrations.vllm.session import StageSession
+from omni_core.integrations.vllm.stage_parts import StageParts
 from omni_core.integrations.vllm.tap import install_tap
 from omni_core.prefix_cache.config import PrefixCacheConfig
 from omni_core.prefix_cache.gate import GateDecision, GateStatus

@@ -21,8 +21,9 @@ from omni_core.integrations.vllm.effective_block import (
     warn_if_no_prompt_can_hit,
 )
 from omni_core.integrations.vllm.runner_hooks import adopt_hooks
-from omni_core.integrations.vllm.session import StageParts, StageSession
+from omni_core.integrations.vllm.session import StageSession
 from omni_core.integrations.vllm.stage_facts import KvGroups, cache_config, decide, stage_facts
+from omni_core.integrations.vllm.stage_parts import StageParts
 from omni_core.integrations.vllm.tap import install_tap
 from omni_core.integrations.vllm.versions import (
     attention_group_kinds,

@@ -111,7 +111,7 @@ MODEL_RUNNER = (
     _takes("v1/core/sched/utils.py", None, "check_stop", "request", "max_model_len"),
     _takes("model_executor/models/interfaces.py", "SupportsEagle3", "set_aux_hidden_state_layers", "layers"),
 )
-"""What a step leaves behind, read by `versions.py`, `runner_hooks.py`, `accepted_tokens.py` and `chosen_layers.py`."""
+"""What a step leaves behind, read by `versions.py`, `step_hooks.py`, `accepted_tokens.py` and `chosen_layers.py`."""
 
 WORKER = (
     EngineFact(_CPU_WORKER, "CPUWorker", "Worker", FactKind.BASE),
