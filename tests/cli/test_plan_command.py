@@ -105,6 +105,46 @@ def test_the_setting_that_is_too_large_is_among_the_remedies(capsys, arguments, 
     assert plan(capsys, *THINKER, "--host-bytes", "16 GiB", flag, value)[0] == 0
 
 
+def test_where_no_setting_alone_is_enough_it_says_so_and_names_two_that_are(capsys):
+    tight = [*THINKER, "--key", "codes:16:int64", "--host-bytes", "100 MiB"]
+    status, text = shown(capsys, *tight)
+    assert status == 1
+    assert "No single setting makes it fit: give the container more memory, and the engine fewer blocks.\n" in text
+    assert "These two together" not in text
+    two = [*THINKER, "--num-blocks", "200000", "--sink-bytes", "30 GiB", "--host-bytes", "16 GiB"]
+    status, document = plan(capsys, *two)
+    assert (status, document["remedies"]) == (1, [])
+    assert document["advice"].startswith("No single setting makes it fit")
+    assert [remedy["setting"] for remedy in document["remedy_pair"]] == ["num_blocks", "sink_bytes"]
+    flags = [f"--{remedy['setting'].replace('_', '-')}={remedy['value']}" for remedy in document["remedy_pair"]]
+    assert plan(capsys, *two, *flags)[0] == 0
+    assert plan(capsys, *two, flags[0])[0] == plan(capsys, *two, flags[1])[0] == 1
+    assert "These two together make it fit:\n  num_blocks: " in shown(capsys, *two)[1]
+
+
+def test_a_stage_that_cannot_start_is_told_what_lets_it_start(capsys):
+    early = [*THINKER, "--num-blocks", "100000", "--pretouch", "--sink-bytes", "1 GiB", "--host-bytes", "4 GiB"]
+    status, document = plan(capsys, *early)
+    assert status == 1
+    assert {"pretouch": 0}.items() <= {way["setting"]: way["value"] for way in document["start_remedies"]}.items()
+    heading = "Each of these alone lets it start, with a warning:\n"
+    assert "  pretouch: 0 instead of 1" in shown(capsys, *early)[1].split(heading)[1]
+    assert plan(capsys, *[argument for argument in early if argument != "--pretouch"])[1]["start_remedies"] == []
+
+
+def test_what_other_stages_take_is_added_up(capsys):
+    alone = [*THINKER, "--sink-bytes", "1 GiB", "--host-bytes", "8 GiB"]
+    status, first = plan(capsys, *alone)
+    assert (status, first["beside_bytes"]) == (0, 0)
+    status, second = plan(capsys, *alone, "--beside", str(first["most_on_host_bytes"]))
+    assert (status, second["most_on_host_bytes"]) == (0, 2 * first["most_on_host_bytes"])
+    assert second["most_bytes"] == first["most_bytes"]
+    status, text = shown(capsys, *alone, "--beside", "7 GiB")
+    assert status == 1
+    assert any(line.startswith("other stages of this host") and line.endswith("--beside") for line in text.splitlines())
+    assert "and 7516192768 of other stages), but --host-bytes allows" in text
+
+
 def test_a_key_that_staging_has_no_room_for_is_told_with_the_setting_that_makes_room(capsys):
     wide = [*THINKER, *ROOMY, "--key", "features:1024:float32"]
     status, document = plan(capsys, *wide)

@@ -96,6 +96,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     host = parser.add_argument_group("the host")
     host.add_argument("--host-bytes", type=_size, metavar="SIZE", help="memory of another host, instead of this one's")
+    host.add_argument(
+        "--beside",
+        type=_size,
+        default=0,
+        metavar="SIZE",
+        help="what other stages take of it: the sum of their plans' 'at most' on this host",
+    )
     add_format_argument(parser)
 
 

@@ -11,13 +11,13 @@ from omni_core.backend.host_pages import measure_commit_rate
 from omni_core.cli.plan.arguments import add_arguments, given_settings
 from omni_core.cli.plan.errors import PlanInputError
 from omni_core.cli.plan.model_config import read_stage_model
-from omni_core.cli.plan.report import FirstSave, PlanReport, as_json, as_text
+from omni_core.cli.plan.report import FirstSave, PlanReport, WaysOut, as_json, as_text
 from omni_core.cli.plan.running_engine import RunningEngine, ask_engine
 from omni_core.cli.plan.stage import planned_stage
 from omni_core.cli.setting_sources import resolve_settings
 from omni_core.cli.tables import JSON, print_json
 from omni_core.prefix_cache.host_limit import HostLimit, HostMemory, host_memory
-from omni_core.prefix_cache.host_memory import growth_problem, judge_fit
+from omni_core.prefix_cache.host_memory import NO_SINGLE_SETTING, Fit, growth_problem, judge_fit
 from omni_core.prefix_cache.sizing import HostPlan, StageSizes
 from omni_core.runtime import ThreadingRuntime
 from omni_core.settings.errors import SettingsError
@@ -77,7 +77,7 @@ def _report(args: argparse.Namespace) -> PlanReport:
         host=host,
         first_save=_first_save(fit.plan, step_row_bytes=_step_row_bytes(stage.sizes)),
         problems=(*problems, *_staging_problem(stage.sizes)),
-        remedies=fit.remedies,
+        ways=_ways_out(fit),
         notes=notes,
     )
 
@@ -94,6 +94,7 @@ def _live_report(
         device_is_host=stage.device_is_host,
         sink_queue_bytes=queue_bytes,
         sink_bytes=args.sink_bytes or 0,
+        beside_bytes=args.beside,
     )
     # What is free now has the running caches taken out already.
     limit_only = replace(host, available=None)
@@ -107,9 +108,14 @@ def _live_report(
         host=limit_only,
         first_save=_first_save(plan, step_row_bytes=row_bytes * args.max_num_tokens),
         problems=() if problem is None else (problem,),
-        remedies=(),
+        ways=WaysOut(),
         notes=("keys that were not saved yet, and what the sink holds, come on top",),
     )
+
+
+def _ways_out(fit: Fit) -> WaysOut:
+    advice = None if fit.fits or fit.remedies else NO_SINGLE_SETTING
+    return WaysOut(fit.remedies, fit.pair, fit.start_remedies, advice)
 
 
 def _first_save(plan: HostPlan, *, step_row_bytes: int) -> FirstSave:

@@ -34,6 +34,20 @@ class FirstSave:
 
 
 @dataclass(frozen=True, slots=True)
+class WaysOut:
+    """What to change about a stage that the host's memory does not hold."""
+
+    remedies: tuple[Remedy, ...] = ()
+    """Each alone makes it fit."""
+    pair: tuple[Remedy, ...] = ()
+    """These two together do."""
+    start_remedies: tuple[Remedy, ...] = ()
+    """Each alone lets it start."""
+    advice: str | None = None
+    """What to do where no setting alone makes it fit."""
+
+
+@dataclass(frozen=True, slots=True)
 class PlanReport:
     """Everything that is shown."""
 
@@ -46,7 +60,7 @@ class PlanReport:
     host: HostMemory
     first_save: FirstSave
     problems: tuple[str, ...]
-    remedies: tuple[Remedy, ...]
+    ways: WaysOut
     notes: tuple[str, ...]
 
     @property
@@ -66,6 +80,7 @@ def as_json(report: PlanReport) -> dict[str, Any]:
         "cache": asdict(plan.cache),
         "sink_queue_bytes": plan.sink_queue_bytes,
         "sink_bytes": plan.sink_bytes,
+        "beside_bytes": plan.beside_bytes,
         "device_is_host": plan.device_is_host,
         "pretouched_keys": list(plan.pretouched_keys),
         "start_bytes": plan.start_bytes,
@@ -77,7 +92,10 @@ def as_json(report: PlanReport) -> dict[str, Any]:
         "host": {name: None if limit is None else asdict(limit) for name, limit in _limits(report.host)},
         "first_save": {"measured": True} | asdict(report.first_save),
         "problems": list(report.problems),
-        "remedies": [asdict(remedy) for remedy in report.remedies],
+        "remedies": [asdict(remedy) for remedy in report.ways.remedies],
+        "remedy_pair": [asdict(remedy) for remedy in report.ways.pair],
+        "start_remedies": [asdict(remedy) for remedy in report.ways.start_remedies],
+        "advice": report.ways.advice,
         "notes": list(report.notes),
     }
 
@@ -117,10 +135,19 @@ def as_text(report: PlanReport) -> Iterator[str]:
         return
     for problem in report.problems:
         yield f"It does not fit: {problem}."
-    if report.remedies:
-        yield "Each of these alone makes it fit:"
-        for remedy in report.remedies:
-            yield f"  {remedy.setting}: {remedy.value:,} instead of {remedy.present:,} ({remedy.how})"
+    ways = report.ways
+    yield from _listed("Each of these alone makes it fit:", ways.remedies)
+    if ways.advice is not None:
+        yield f"{ways.advice}."
+    yield from _listed("These two together make it fit:", ways.pair)
+    yield from _listed("Each of these alone lets it start, with a warning:", ways.start_remedies)
+
+
+def _listed(heading: str, remedies: Sequence[Remedy]) -> Iterator[str]:
+    if remedies:
+        yield heading
+    for remedy in remedies:
+        yield f"  {remedy.setting}: {remedy.value:,} instead of {remedy.present:,} ({remedy.how})"
 
 
 def _stage_as_json(sizes: StageSizes) -> dict[str, Any]:
@@ -166,6 +193,7 @@ def _totals(report: PlanReport) -> Iterator[str]:
     rows = [
         ("at start, each cache", plan.start_bytes, ""),
         ("at most, each cache", plan.most_bytes, ""),
+        *([("other stages of this host", plan.beside_bytes, "--beside")] if plan.beside_bytes else []),
         (f"at start, {plan.caches_per_host} on this host", plan.start_on_host_bytes, ""),
         (f"at most, {plan.caches_per_host} on this host", plan.most_on_host_bytes, ""),
     ]

@@ -85,6 +85,7 @@ def planned_stage(
         device_is_host=args.on_cpu,
         sink_queue_bytes=settings.sink_queue_bytes,
         sink_bytes=sink_bytes,
+        beside_bytes=args.beside,
     )
     return PlannedStage(sizes, tuple(sources), tuple(notes))
 
