@@ -111,7 +111,7 @@ def test_where_no_setting_alone_is_enough_it_says_so_and_names_two_that_are(caps
     assert status == 1
     assert "No single setting makes it fit: give the container more memory, and the engine fewer blocks.\n" in text
     assert "These two together" not in text
-    two = [*THINKER, "--num-blocks", "200000", "--sink-bytes", "30 GiB", "--host-bytes", "16 GiB"]
+    two = [*THINKER, "--num-blocks", "400000", "--sink-bytes", "30 GiB", "--host-bytes", "16 GiB"]
     status, document = plan(capsys, *two)
     assert (status, document["remedies"]) == (1, [])
     assert document["advice"].startswith("No single setting makes it fit")
