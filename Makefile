@@ -68,7 +68,7 @@ test-vllm:
 coverage:
 	@$(SETUP) core
 	OMP_NUM_THREADS=1 $(BIN)/python -m coverage run -m pytest $(PYTEST_ARGS) -q tests/core tests/faults tests/testing \
-		-m "not engine and not packaging and not slow" --deselect tests/core/test_operation_budget.py
+		-m "not engine and not packaging and not slow" --ignore-glob "tests/core/test_operation_budget_*.py"
 	$(BIN)/python -m coverage report
 
 matrix: export FEATURE_RESULTS_FOLDER := $(CURDIR)/build/feature-results
