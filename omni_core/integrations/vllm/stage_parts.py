@@ -67,7 +67,7 @@ class StageParts:
             stop_rule: the scheduler's rule for the end of a request.
             runtime: makes every thread, lock and condition.
             adapter_files: what is known of the worker's adapters.
-            first_prompts_block: to be warned of if the stage's first prompts are not above it.
+            first_prompts_block: to be warned of if the stage's first prompts are too short to hit.
 
         Raises:
             BackendError, SinkError, OmniPrefixCacheError: a part cannot be made; says which and why.
