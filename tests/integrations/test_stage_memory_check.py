@@ -45,3 +45,17 @@ def test_the_start_warns_where_plan_says_that_it_does_not_fit(caplog, capsys, se
     for warning in warnings:
         total = warning.split("can come to ")[1].split()[0]
         assert f"can come to {total} bytes" in printed
+
+
+def test_a_stages_report_has_what_its_sizes_follow_from():
+    session = FakeStage().session
+    report = session.report()
+    session.close()
+    assert report["geometry"] == {
+        "num_blocks": 16,
+        "block_size": fake.BLOCK_SIZE,
+        "hidden_size": fake.HIDDEN_SIZE,
+        "hidden_dtype": "float32",
+        "max_num_tokens": 64,
+        "caches_per_host": 1,
+    }

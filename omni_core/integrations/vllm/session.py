@@ -14,6 +14,7 @@ from omni_core.integrations.vllm.errors import RowsNotKeptError, StageNotFoundEr
 from omni_core.integrations.vllm.stage_parts import StageParts
 from omni_core.integrations.vllm.tap import ForwardTap
 from omni_core.integrations.vllm.versions import in_process_worker
+from omni_core.prefix_cache.config import PrefixCacheConfig
 from omni_core.prefix_cache.gate import GateDecision
 from omni_core.prefix_cache.manager import OmniPrefixCacheManager
 from omni_core.settings.stage_settings import StageSettings
@@ -141,7 +142,7 @@ class StageSession:
         return cast("dict[str, Any]", _plain(asdict(report)))
 
     def report(self) -> dict[str, Any]:
-        """Plain dicts, lists, strings and numbers; any thread. `delivery` and `cache` only on a stage with a cache."""
+        """Plain dicts, lists, strings and numbers; any thread. more of a stage with a cache."""
         decision = self.decision
         told: dict[str, Any] = {
             "gate": {
@@ -160,6 +161,7 @@ class StageSession:
             told["backend"] = self._parts.backend.name
             told["delivery"] = self._parts.builder.report()
             told["cache"] = _plain(asdict(self._parts.cache.stats()))
+            told["geometry"] = _geometry(self._parts.cache.config)
         return told
 
     def close(self, timeout_s: float | None = None) -> None:
@@ -188,6 +190,18 @@ def stage_session(llm: Any) -> StageSession:
             'worker_cls="omni_core.integrations.vllm.cpu_worker.OmniCpuWorker"'
         )
     return found
+
+
+def _geometry(config: PrefixCacheConfig) -> dict[str, Any]:
+    """What the cache's sizes follow from, beside the settings."""
+    return {
+        "num_blocks": config.num_blocks,
+        "block_size": config.block_size,
+        "hidden_size": config.hidden_size,
+        "hidden_dtype": str(config.hidden_dtype).removeprefix("torch."),
+        "max_num_tokens": config.max_num_tokens,
+        "caches_per_host": config.caches_per_host,
+    }
 
 
 def _plain(value: Any) -> Any:
