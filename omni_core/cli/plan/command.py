@@ -13,7 +13,8 @@ from omni_core.cli.plan.errors import PlanInputError
 from omni_core.cli.plan.model_config import read_stage_model
 from omni_core.cli.plan.report import FirstSave, PlanReport, WaysOut, as_json, as_text
 from omni_core.cli.plan.running_engine import RunningEngine, ask_engine
-from omni_core.cli.plan.stage import planned_stage
+from omni_core.cli.plan.running_stage import running_plan, running_sizes, told_settings
+from omni_core.cli.plan.stage import planned_stage, sink_bytes_of
 from omni_core.cli.setting_sources import resolve_settings
 from omni_core.cli.tables import JSON, print_json
 from omni_core.prefix_cache.host_limit import HostLimit, HostMemory, host_memory
@@ -77,7 +78,7 @@ def _report(args: argparse.Namespace) -> PlanReport:
         host=host,
         first_save=_first_save(fit.plan, step_row_bytes=_step_row_bytes(stage.sizes)),
         problems=(*problems, *_staging_problem(stage.sizes)),
-        ways=_ways_out(fit),
+        ways=WaysOut() if fit.fits else _ways_out(fit),
         notes=notes,
     )
 
@@ -87,13 +88,14 @@ def _live_report(
 ) -> PlanReport:
     """What the first of a server's caches has allocated; the others are alike."""
     stage = engine.stages[0]
-    queue_bytes = settings.sink_queue_bytes if stage.sink_queue_bytes is None else stage.sink_queue_bytes
-    plan = HostPlan(
+    told = told_settings(stage.settings, settings)
+    sink_bytes, unknown = sink_bytes_of(args, told)
+    plan = running_plan(
         stage.memory,
+        told,
         caches_per_host=max(args.caches_per_host, len(engine.stages)),
         device_is_host=stage.device_is_host,
-        sink_queue_bytes=queue_bytes,
-        sink_bytes=args.sink_bytes or 0,
+        sink_bytes=sink_bytes,
         beside_bytes=args.beside,
     )
     # What is free now has the running caches taken out already.
@@ -108,14 +110,19 @@ def _live_report(
         host=limit_only,
         first_save=_first_save(plan, step_row_bytes=row_bytes * args.max_num_tokens),
         problems=() if problem is None else (problem,),
-        ways=WaysOut(),
-        notes=("keys that were not saved yet, and what the sink holds, come on top",),
+        ways=WaysOut() if problem is None else _ways_out_live(running_sizes(stage.geometry, plan, told), limit_only),
+        notes=("keys that were not saved yet come on top", *unknown),
     )
 
 
 def _ways_out(fit: Fit) -> WaysOut:
-    advice = None if fit.fits or fit.remedies else NO_SINGLE_SETTING
-    return WaysOut(fit.remedies, fit.pair, fit.start_remedies, advice)
+    return WaysOut(fit.remedies, fit.pair, fit.start_remedies, None if fit.remedies else NO_SINGLE_SETTING)
+
+
+def _ways_out_live(sizes: StageSizes | None, host: HostMemory) -> WaysOut:
+    if sizes is None:
+        return WaysOut(advice="The stage does not tell its sizes: describe it without --server, to see what to change")
+    return _ways_out(judge_fit(sizes, host))
 
 
 def _first_save(plan: HostPlan, *, step_row_bytes: int) -> FirstSave:

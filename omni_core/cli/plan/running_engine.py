@@ -31,6 +31,10 @@ class LiveStage:
     sink_queue_bytes: int | None
     """`None`: it does not say."""
     device_is_host: bool
+    settings: Mapping[str, Any]
+    """Name → its value, and where that came from."""
+    geometry: Mapping[str, Any]
+    """What its sizes follow from beside the settings; empty if it does not say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,4 +110,6 @@ def _live_stage(report: Mapping[str, Any]) -> LiveStage | None:
         CacheMemory(**{field.name: memory[field.name] for field in fields(CacheMemory)}),
         queue.get("value") if isinstance(queue, Mapping) else None,
         device_is_host=report.get("backend") == "cpu_sim",
+        settings=report.get("settings", {}),
+        geometry=report.get("geometry", {}),
     )
