@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -57,6 +58,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         SystemExit: by argparse, with 2 for wrong usage and 0 after `--help` and `--version`.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A terminal without a character, or a name that is no text, must not end a command that has its answer.
+        sys.stdout.reconfigure(errors="backslashreplace")
     args = _parser(arguments).parse_args(arguments)
     try:
         status: int = args.run(args)

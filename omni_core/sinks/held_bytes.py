@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from omni_core.sinks.options import checked_count
 from omni_core.sinks.rows import DEFAULT_MAX_OPEN_BYTES
 
 _LIMITS = {"memory": "max_bytes", "safetensors": "max_open_bytes"}
@@ -18,6 +19,9 @@ def most_held_bytes(sink: str, options: Mapping[str, Any]) -> int | None:
     Args:
         sink: its entry-point name.
         options: its keyword arguments.
+
+    Raises:
+        InvalidSinkOptionError: the option that bounds it is not an integer of at least 1.
     """
     option = _LIMITS.get(sink)
-    return None if option is None else int(options.get(option, DEFAULT_MAX_OPEN_BYTES))
+    return None if option is None else checked_count(sink, option, options.get(option, DEFAULT_MAX_OPEN_BYTES))
