@@ -127,7 +127,48 @@ def test_a_server_that_tells_no_blocks_is_wrong_usage(capsys, metrics, said):
     assert said in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("url", ["http://127.0.0.1:9", "nonsense"])
-def test_a_server_that_is_not_there_is_wrong_usage(capsys, url):
+def test_a_server_that_is_not_there_is_wrong_usage(capsys):
+    assert main(["plan", "--server", "http://127.0.0.1:9", *STAGE_FLAGS]) == 2
+    assert "--server http://127.0.0.1:9: /metrics: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        *("nonsense", "", "http://", "ftp://host", "file:///etc", "http://[::1", "http://h:99999", "http://h:abc"),
+        *("http://me:secret@h", "http://h/?a=b", "http://h/#a"),
+    ],
+)
+def test_what_is_no_address_of_a_server_is_told(capsys, url):
     assert main(["plan", "--server", url, *STAGE_FLAGS]) == 2
-    assert f"--server {url}: /metrics: " in capsys.readouterr().err
+    assert "must be http://HOST:PORT or https://HOST:PORT" in capsys.readouterr().err
+
+
+def test_engines_that_were_not_heard_are_counted_and_said(capsys):
+    with server(rpc=[OFF, STAGE]) as url:
+        _, live = plan(capsys, url, "--host-bytes", "64 GiB")
+        _, told = plan(capsys, url, "--host-bytes", "64 GiB", "--caches-per-host", "1")
+    assert live["caches_per_host"] == 2
+    assert "the server has 2 engines, and one answered, with 1 cache" in live["notes"][1]
+    assert "give --caches-per-host" in live["notes"][1]
+    assert (told["caches_per_host"], len(told["notes"])) == (1, 1)
+    with server() as url:
+        _, planned = plan(capsys, url, *STAGE_FLAGS)
+    assert planned["caches_per_host"] == 2
+    assert "and none told its caches" in planned["notes"][0]
+
+
+def test_the_largest_of_several_caches_is_shown(capsys):
+    small = {**STAGE, "cache": {"memory": {**asdict(MEMORY), "pool_bytes": {HIDDEN_KEY: 1}}}}
+    with server(rpc=[small, STAGE]) as url:
+        _, document = plan(capsys, url, "--host-bytes", "64 GiB")
+    assert document["cache"] == asdict(MEMORY)
+    assert document["caches_per_host"] == 4
+
+
+def test_arguments_that_a_running_stage_stands_in_for_are_named(capsys):
+    with server(rpc=[STAGE]) as url:
+        _, document = plan(capsys, url, *STAGE_FLAGS, "--key", "codes:1:int64", "--staging-depth", "3")
+    said = document["notes"][-1]
+    assert said.startswith("not used, because the running stage tells its own figures: ")
+    assert said.endswith("--hidden-size, --dtype, --key, --staging-depth")

@@ -8,11 +8,11 @@ import sys
 from dataclasses import replace
 
 from omni_core.backend.host_pages import measure_commit_rate
-from omni_core.cli.plan.arguments import add_arguments, given_settings
+from omni_core.cli.plan.arguments import add_arguments, given_settings, refuse_ignored, unused_if_live
 from omni_core.cli.plan.errors import PlanInputError
 from omni_core.cli.plan.model_config import read_stage_model
 from omni_core.cli.plan.report import FirstSave, PlanReport, WaysOut, as_json, as_text
-from omni_core.cli.plan.running_engine import RunningEngine, ask_engine
+from omni_core.cli.plan.running_engine import DEFAULT_TIMEOUT_S, RunningEngine, ask_engine
 from omni_core.cli.plan.running_stage import running_plan, running_sizes, told_settings
 from omni_core.cli.plan.stage import planned_stage, sink_bytes_of
 from omni_core.cli.setting_sources import resolve_settings
@@ -58,9 +58,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _report(args: argparse.Namespace) -> PlanReport:
+    refuse_ignored(args)
     settings = resolve_settings(args, given_settings(args)).stage()
     model = None if args.model is None else read_stage_model(args.model, args.stage_config, args.dtype)
-    engine = None if args.server is None else ask_engine(args.server, args.server_timeout_s)
+    engine = _asked_engine(args)
     host = host_memory()
     if args.host_bytes is not None:
         host = HostMemory(HostLimit(args.host_bytes, "--host-bytes"), None)
@@ -83,17 +84,23 @@ def _report(args: argparse.Namespace) -> PlanReport:
     )
 
 
+def _asked_engine(args: argparse.Namespace) -> RunningEngine | None:
+    if args.server is None:
+        return None
+    return ask_engine(ThreadingRuntime(), args.server, args.server_timeout_s or DEFAULT_TIMEOUT_S)
+
+
 def _live_report(
     args: argparse.Namespace, engine: RunningEngine, settings: StageSettings, host: HostMemory
 ) -> PlanReport:
-    """What the first of a server's caches has allocated; the others are alike."""
+    """What the largest of the caches that a server tells has allocated; the others are taken to be alike."""
     stage = engine.stages[0]
     told = told_settings(stage.settings, settings)
     sink_bytes, unknown = sink_bytes_of(args, told)
     plan = running_plan(
         stage.memory,
         told,
-        caches_per_host=max(args.caches_per_host, len(engine.stages)),
+        caches_per_host=args.caches_per_host or engine.num_caches,
         device_is_host=stage.device_is_host,
         sink_bytes=sink_bytes,
         beside_bytes=args.beside,
@@ -111,7 +118,12 @@ def _live_report(
         first_save=_first_save(plan, step_row_bytes=row_bytes * args.max_num_tokens),
         problems=() if problem is None else (problem,),
         ways=WaysOut() if problem is None else _ways_out_live(running_sizes(stage.geometry, plan, told), limit_only),
-        notes=("keys that were not saved yet come on top", *unknown),
+        notes=(
+            "keys that were not saved yet come on top",
+            *unknown,
+            *(() if args.caches_per_host else engine.not_seen),
+            *unused_if_live(args),
+        ),
     )
 
 

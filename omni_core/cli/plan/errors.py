@@ -5,4 +5,16 @@ from __future__ import annotations
 
 
 class PlanInputError(ValueError):
-    """Something is missing or contradicts itself; names the argument and what to give."""
+    """Something is missing or contradicts itself; names the argument and what to give, in one line."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(one_line(text))
+
+
+class NoAnswerError(ValueError):
+    """A server gave no answer, or none that can be understood; says what came in its place."""
+
+
+def one_line(text: str) -> str:
+    """`text` with everything escaped that is not printed as a character: it may come from a server or a file."""
+    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
