@@ -12,6 +12,7 @@ from dataclasses import replace
 from omni_core.prefix_cache.config import HIDDEN_KEY
 from omni_core.prefix_cache.events import BlockCopy, RequestEvent, RequestEventKind, StepEvents
 from omni_core.testing.engine_schedule import ScheduledRun, SimSchedule
+from omni_core.testing.ledger_blocks import LedgerBlocks
 from omni_core.testing.ledger_records import (
     ContentRecord,
     HitFact,
@@ -46,7 +47,7 @@ class EngineLedger:
         self._block_size = block_size
         self._tap = tap
         self._digests_told = digests_told
-        self._blocks: dict[int, LedgerBlock] = {}
+        self._blocks = LedgerBlocks(block_size)
 
     def due(self, step: SavedStep, req_id: str) -> StepDue:
         """What a saved step owes to one of its requests."""
@@ -54,7 +55,7 @@ class EngineLedger:
 
     def was_given_away(self, fact: HitFact) -> bool:
         """Whether the block of a hit has begun another tenancy since."""
-        return self._blocks[fact.block_id].tenancy != fact.tenancy
+        return self._blocks.block(fact.block_id).tenancy != fact.tenancy
 
     # -- the observer -------------------------------------------------------------------------------------------------
 
@@ -69,14 +70,14 @@ class EngineLedger:
                 del self._live[event.req_id]
         entering = [event for event in events.requests if event.kind not in (*_ENDS, RequestEventKind.EXTENDED)]
         # Copies see what their source held before any tenancy of this step began.
-        sources = [self._block(copy.source_block_id) for copy in events.block_copies]
+        sources = [self._blocks.block(copy.source_block_id) for copy in events.block_copies]
         runs = {run.req_id: run for run in schedule.runs}
         for event in entering:
             self._enter(event, runs[event.req_id], schedule.number)
-            self._new_tenancies(event.block_ids[self._blocks_for(event.num_computed_tokens) :])
+            self._blocks.new_tenancies(event.block_ids[self._blocks.num_for(event.num_computed_tokens) :])
         for event in events.requests:
             if event.kind is RequestEventKind.EXTENDED:
-                self._new_tenancies(event.block_ids)
+                self._blocks.new_tenancies(event.block_ids)
         for copy, source in zip(events.block_copies, sources, strict=True):
             self._copy(copy, source, entering)
         for event in entering:
@@ -84,7 +85,7 @@ class EngineLedger:
         if self._digests_told:
             self._take_digests(events)
         for copy, source in zip(events.block_copies, sources, strict=True):
-            self._block(copy.destination_block_id).copied_from_private = (
+            self._blocks.block(copy.destination_block_id).copied_from_private = (
                 source.private_to is not None or source.copied_from_private
             )
         for event in entering:
@@ -106,10 +107,10 @@ class EngineLedger:
         written = step.emitted | {HIDDEN_KEY}
         for run in step.runs:
             for position, digest in zip(range(run.start, run.stop), self._run_digests(run), strict=True):
-                rows = self._rows_at(run, position)
+                rows = self._blocks.rows_at(run, position)
                 adapter_id = run.track.request.adapter_id
                 rows.update((key, StoredRow(digest, step.number, adapter_id=adapter_id)) for key in written)
-                self._block_at(run, position).old_offsets.discard(position % self._block_size)
+                self._blocks.block_at(run, position).old_offsets.discard(position % self._block_size)
         for run in step.runs:
             self._dues[step.step_id, run.req_id] = self._owe(step, run, frozenset(written))
             content = self._live_content(run)
@@ -118,13 +119,7 @@ class EngineLedger:
 
     def weights_changed(self, adapter_id: int | None) -> None:
         """Forget every row of the old weights; who holds which block stays."""
-        for block in self._blocks.values():
-            for offset, rows in block.stored.items():
-                old = [key for key, row in rows.items() if adapter_id in (None, row.adapter_id)]
-                if HIDDEN_KEY in old:
-                    block.old_offsets.add(offset)
-                for key in old:
-                    del rows[key]
+        self._blocks.weights_changed(adapter_id)
 
     # -- what a step owes ---------------------------------------------------------------------------------------------
 
@@ -151,9 +146,9 @@ class EngineLedger:
             keys_at=keys_at,
             facts=self._hit_facts(run, read, step.number),
             absent=absent,
-            absent_other_content=sum(HIDDEN_KEY in self._rows_at(run, position) for position in absent),
+            absent_other_content=sum(HIDDEN_KEY in self._blocks.rows_at(run, position) for position in absent),
             absent_old_weights=sum(
-                position % self._block_size in self._block_at(run, position).old_offsets for position in absent
+                position % self._block_size in self._blocks.block_at(run, position).old_offsets for position in absent
             ),
             owed_absent=owed_absent,
         )
@@ -171,7 +166,7 @@ class EngineLedger:
     ) -> dict[int, frozenset[str]]:
         digests = content.digests(positions)
         return {
-            position: frozenset(key for key, row in self._rows_at(run, position).items() if row.digest == digest)
+            position: frozenset(key for key, row in self._blocks.rows_at(run, position).items() if row.digest == digest)
             for position, digest in zip(positions, digests, strict=True)
         }
 
@@ -179,8 +174,8 @@ class EngineLedger:
         facts = {}
         for position in positions:
             block_id = run.block_ids[position // self._block_size]
-            block = self._block(block_id)
-            hidden = self._rows_at(run, position).get(HIDDEN_KEY)
+            block = self._blocks.block(block_id)
+            hidden = self._blocks.rows_at(run, position).get(HIDDEN_KEY)
             facts[position] = HitFact(
                 same_step=hidden is not None and hidden.step == number,
                 recycled=block.previous_keys is not None and block.previous_keys != block.keys(),
@@ -196,8 +191,8 @@ class EngineLedger:
         It is not told so where another request, replaced since, kept the block; where the block was hashed in a
         schedule that was taken back; and where drafts were never counted.
         """
-        block = self._block(run.block_ids[position // self._block_size])
-        hidden = self._rows_at(run, position).get(HIDDEN_KEY)
+        block = self._blocks.block(run.block_ids[position // self._block_size])
+        hidden = self._blocks.rows_at(run, position).get(HIDDEN_KEY)
         return content.life in block.doubtful_for or (hidden is not None and hidden.unsettled)
 
     def _note_chunks(self, content: ContentRecord, run: ScheduledRun, *, entered: bool) -> None:
@@ -228,7 +223,7 @@ class EngineLedger:
         """Of a block that a replaced request keeps in part, the rest is of the old content, and the hash may be too."""
         full, kept = divmod(event.num_computed_tokens, self._block_size)
         if event.kind is RequestEventKind.REPLACED and kept:
-            block = self._block(event.block_ids[full])
+            block = self._blocks.block(event.block_ids[full])
             block.private_to = self._live[event.req_id]
             block.stored = {offset: rows for offset, rows in block.stored.items() if offset < kept}
 
@@ -237,24 +232,24 @@ class EngineLedger:
         for position in content.drafted:
             block_id = content.block_ids[position // self._block_size]
             if block_id not in kept:
-                rows = self._block(block_id).stored.get(position % self._block_size, {})
+                rows = self._blocks.block(block_id).stored.get(position % self._block_size, {})
                 rows.update({key: replace(row, unsettled=True) for key, row in rows.items()})
         content.drafted = []
 
     def _take_digests(self, events: StepEvents) -> None:
         """Which tenancies the cache has a digest of."""
         for filled in events.filled_blocks:
-            self._block(filled.block_id).has_digest = True
+            self._blocks.block(filled.block_id).has_digest = True
         for event in events.requests:
             known = 0 if event.kind is RequestEventKind.EXTENDED else event.num_computed_tokens // self._block_size
             for block_id, digest in zip(event.block_ids[known:], event.block_digests[known:], strict=True):
-                self._block(block_id).has_digest |= digest != 0
+                self._blocks.block(block_id).has_digest |= digest != 0
 
     def _mark_doubtful(self, event: RequestEvent) -> None:
         """Of which blocks of a hit the cache cannot know that their rows are the request's, or knows the contrary."""
         content, size = self._live[event.req_id], self._block_size
-        for index, block_id in enumerate(event.block_ids[: self._blocks_for(event.num_computed_tokens)]):
-            block = self._block(block_id)
+        for index, block_id in enumerate(event.block_ids[: self._blocks.num_for(event.num_computed_tokens)]):
+            block = self._blocks.block(block_id)
             span = range(index * size, min((index + 1) * size, event.num_computed_tokens))
             others = any(
                 HIDDEN_KEY in (rows := block.stored.get(position % size, {})) and rows[HIDDEN_KEY].digest != digest
@@ -272,13 +267,7 @@ class EngineLedger:
             index = event.num_computed_tokens // self._block_size
             if event.block_ids[index : index + 1] == (copy.destination_block_id,):
                 valid = event.num_computed_tokens % self._block_size
-        self._new_tenancies([copy.destination_block_id])
-        destination = self._blocks[copy.destination_block_id]
-        destination.stored = {
-            offset: {key: replace(row, copied=True) for key, row in rows.items()}
-            for offset, rows in source.stored.items()
-            if offset < valid
-        }
+        self._blocks.copy(copy.destination_block_id, source, valid)
 
     def _live_content(self, run: ScheduledRun) -> ContentRecord:
         content = self._live[run.req_id]
@@ -295,21 +284,3 @@ class EngineLedger:
         digester = digester_of(track)
         digester.extend(content_bytes(track, 0, run.stop))
         return [digester[position] for position in range(run.start, run.stop)]
-
-    def _rows_at(self, run: ScheduledRun, position: int) -> dict[str, StoredRow]:
-        return self._block_at(run, position).stored.setdefault(position % self._block_size, {})
-
-    def _block_at(self, run: ScheduledRun, position: int) -> LedgerBlock:
-        return self._block(run.block_ids[position // self._block_size])
-
-    def _blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self._block_size)
-
-    def _block(self, block_id: int) -> LedgerBlock:
-        return self._blocks.setdefault(block_id, LedgerBlock())
-
-    def _new_tenancies(self, block_ids: Iterable[int]) -> None:
-        for block_id in block_ids:
-            old = self._block(block_id)
-            previous = old.keys() if old.stored else old.previous_keys
-            self._blocks[block_id] = LedgerBlock(old.tenancy + 1, previous_keys=previous)
