@@ -38,8 +38,7 @@ def answering(*answers):
                 return
             with connection:
                 try:
-                    while b"\r\n\r\n" not in connection.recv(4096):
-                        pass
+                    read_question(connection)
                     connection.sendall(answer) if isinstance(answer, bytes) else answer(connection)
                 except OSError:
                     pass
@@ -52,6 +51,16 @@ def answering(*answers):
         listener.shutdown(socket.SHUT_RDWR)
         listener.close()
         thread.join()
+
+
+def read_question(connection):
+    """All of it: a connection that is closed with something unread is reset, and the answer may be lost."""
+    with connection.makefile("rb") as asked:
+        body_bytes = 0
+        while (line := asked.readline().strip()) != b"":
+            if line.lower().startswith(b"content-length:"):
+                body_bytes = int(line.partition(b":")[2])
+        asked.read(body_bytes)
 
 
 def http(body, status="200 OK"):
