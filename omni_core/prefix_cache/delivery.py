@@ -141,20 +141,25 @@ class _Joiner:
         if not runs:
             return rows
         lengths = [run.last - run.first for run in runs]
+        total = sum(lengths)
+        # Every value of a step has the step's rows; runs come in the batch's order.
+        every_row = bool(self._record.rows) and total == len(self._record.rows[0].rows)
+        batch_rows = None if every_row else _batch_rows(runs, lengths)
         for staged in self._record.rows:
-            for row, view in zip(rows, self._plain_column(staged.rows, runs, lengths), strict=True):
+            for row, view in zip(rows, self._plain_column(staged.rows, total, batch_rows, lengths), strict=True):
                 row[staged.key] = view
         return rows
 
-    def _plain_column(self, staged: torch.Tensor, runs: list[BatchRun], lengths: list[int]) -> Sequence[torch.Tensor]:
-        copied = self._lease((sum(lengths), *staged.shape[1:]), staged.dtype)
+    def _plain_column(
+        self, staged: torch.Tensor, total: int, batch_rows: torch.Tensor | None, lengths: list[int]
+    ) -> Sequence[torch.Tensor]:
+        copied = self._lease((total, *staged.shape[1:]), staged.dtype)
         views = copied.split_with_sizes(lengths)
-        if len(copied) == len(staged):
+        if batch_rows is None:
             copied.copy_(staged)
-        else:
-            for run, view in zip(runs, views, strict=True):
-                if run.num_rows:
-                    view.copy_(staged[run.first : run.last])
+        elif copied.numel():
+            spec = RowSpec(tuple(staged.shape[1:]), staged.dtype)
+            torch.index_select(_words(staged, spec), 0, batch_rows, out=_words(copied, spec))
         return views
 
     def joined(self, run: BatchRun, read: StepRead, leftovers: Mapping[str, Any]) -> RequestRows:
@@ -219,6 +224,19 @@ class _Joiner:
         buffer = self._buffers.lease(shape, dtype)
         self._leased.append(buffer)
         return buffer.view(shape, dtype)
+
+
+def _batch_rows(runs: list[BatchRun], lengths: list[int]) -> torch.Tensor:
+    """int64 `(sum(lengths),)`: the batch rows of these runs, run after run."""
+    counts = np.array(lengths, np.int64)
+    firsts = np.array([run.first for run in runs], np.int64)
+    behind = np.cumsum(counts) - counts
+    return torch.from_numpy(np.arange(counts.sum()) + np.repeat(firsts - behind, counts))
+
+
+def _words(rows: torch.Tensor, spec: RowSpec) -> torch.Tensor:
+    """`(len(rows), row_words)`: contiguous rows as the words they are moved in; torch selects rows of few dtypes."""
+    return rows.view(len(rows), -1).view(spec.word)
 
 
 def _share_leftovers(record: StepRecord, runs: list[BatchRun]) -> dict[str, dict[str, object]]:

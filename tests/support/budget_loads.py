@@ -13,7 +13,7 @@ from operation_counts import CallCounts, TorchCounts
 
 from omni_core.prefix_cache.policy import ModelCachePolicy
 
-BATCHES = (1, 8, 64, 256)
+BATCHES = (1, 8, 256)
 """Requests in a step."""
 WARM_UP_STEPS = 6
 """Every staging slot has been used once."""

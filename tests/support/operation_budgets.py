@@ -72,35 +72,35 @@ MATERIALIZE_WITH_HITS = Budget(
     per="request that hit",
 )
 MATERIALIZE_WITH_DRAFTS = Budget(
-    Cost(torch_ops=10, locks=4, python_calls=84, c_calls=50),
-    each=Cost(torch_ops=4, locks=0, python_calls=5, c_calls=5),
+    Cost(torch_ops=25, locks=4, python_calls=115, c_calls=75),
+    each=Cost(torch_ops=0, locks=0, python_calls=3, c_calls=3),
     per="request with drafts",
 )
 MATERIALIZE_PASSED_ON = Budget(
-    Cost(torch_ops=13, locks=4, python_calls=82, c_calls=55),
+    Cost(torch_ops=13, locks=4, python_calls=82, c_calls=51),
     each=Cost(torch_ops=1, locks=0, python_calls=3, c_calls=4),
     per="entry of a tensor that was passed on",
 )
 MATERIALIZE_LISTS_PASSED_ON = Budget(
-    Cost(torch_ops=14, locks=4, python_calls=81, c_calls=51),
+    Cost(torch_ops=14, locks=4, python_calls=81, c_calls=47),
     each=Cost(torch_ops=0, locks=0, python_calls=3, c_calls=4),
     per="tensor of a list that was passed on",
 )
 # One request of the step is not asked for,
 MATERIALIZE_LEAVING_OUT = Budget(
-    Cost(torch_ops=10, locks=4, python_calls=92, c_calls=57),
-    each=Cost(torch_ops=4, locks=0, python_calls=5, c_calls=5),
+    Cost(torch_ops=25, locks=4, python_calls=123, c_calls=82),
+    each=Cost(torch_ops=0, locks=0, python_calls=3, c_calls=3),
     per="request that is asked for",
 )
 # or several are not, beside eight that are.
 MATERIALIZE_LEAVING_SOME_OUT = Budget(
-    Cost(torch_ops=42, locks=4, python_calls=123, c_calls=92),
+    Cost(torch_ops=25, locks=4, python_calls=138, c_calls=101),
     each=Cost(torch_ops=0, locks=0, python_calls=9, c_calls=5),
     per="request that is not asked for",
 )
 # Rows of earlier steps come along, beside eight requests that are owed nothing.
 MATERIALIZE_CARRYING = Budget(
-    Cost(torch_ops=42, locks=4, python_calls=138, c_calls=99),
+    Cost(torch_ops=25, locks=4, python_calls=153, c_calls=108),
     each=Cost(torch_ops=26, locks=0, python_calls=43, c_calls=44),
     per="request that is owed rows",
 )
