@@ -29,6 +29,8 @@ class HostMemory:
     limit: HostLimit | None
     available: HostLimit | None
     """Free now, file pages that can be dropped included; other processes may take it at any time."""
+    before_any_start: bool = False
+    """Whether no cache of the host has started: what is free now is for all of them, not for the one that asks."""
 
     def given_back(self, taken_bytes: int) -> HostMemory:
         """The host as it would be if the caller gave back what it has taken already."""

@@ -129,13 +129,20 @@ def check_host_memory(sizes: StageSizes, host: HostMemory, *, taken_bytes: int =
 def _problem(
     host: HostMemory, on_host: str, of_one: str, on_host_bytes: int, one_bytes: int, plan: HostPlan
 ) -> str | None:
-    """Why so much cannot be had: of all caches on the host against its limit, of one against what is free now."""
+    """Why so much cannot be had: all caches of the host against its limit, those to start against what is free now."""
     if host.limit is not None and on_host_bytes > host.limit.nbytes:
         beside = f", and {plan.beside_bytes} of other stages" if plan.beside_bytes else ""
         parts = f"{one_bytes} for each of {plan.caches_per_host} caches on this host{beside}"
         return f"{on_host.format(on_host_bytes, parts)}, but {host.limit.source} allows {host.limit.nbytes}"
-    if host.available is not None and one_bytes > host.available.nbytes:
-        return f"{of_one.format(one_bytes)}, but {host.available.nbytes} are free now ({host.available.source})"
+    if host.available is None:
+        return None
+    free = f"but {host.available.nbytes} are free now ({host.available.source})"
+    if one_bytes > host.available.nbytes:
+        return f"{of_one.format(one_bytes)}, {free}"
+    own_bytes = on_host_bytes - plan.beside_bytes
+    if host.before_any_start and own_bytes > host.available.nbytes:
+        parts = f"{one_bytes} for each of {plan.caches_per_host} caches on this host"
+        return f"{on_host.format(own_bytes, parts)}, {free}"
     return None
 
 

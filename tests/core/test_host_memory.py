@@ -111,6 +111,19 @@ def test_what_is_free_now_must_hold_what_one_cache_commits_at_start():
         check_host_memory(sizes(), host(64 * GIB, available_bytes=100 * MIB))
 
 
+def test_before_any_start_what_is_free_now_must_hold_all_caches():
+    sizes = StageSizes(config(caches_per_host=4), {})
+    all_bytes = sizes.plan().start_on_host_bytes
+    for before, refused in ((False, False), (True, True)):
+        host = HostMemory(None, HostLimit(all_bytes - 1, "the machine"), before_any_start=before)
+        assert (judge_fit(sizes, host).refusal is not None) is refused
+    told = judge_fit(sizes, host).refusal
+    assert "for each of 4 caches on this host" in told
+    assert f"but {all_bytes - 1} are free now" in told
+    enough = HostMemory(None, HostLimit(all_bytes, "the machine"), before_any_start=True)
+    assert judge_fit(sizes, enough).refusal is None
+
+
 def test_a_pretouched_pool_that_cannot_fit_is_refused_and_the_setting_named():
     small = host(2 * GIB)
     check_host_memory(sizes(num_blocks=50_000), small)

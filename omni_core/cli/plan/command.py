@@ -62,7 +62,7 @@ def _report(args: argparse.Namespace) -> PlanReport:
     settings = resolve_settings(args, given_settings(args)).stage()
     model = None if args.model is None else read_stage_model(args.model, args.stage_config, args.dtype)
     engine = _asked_engine(args)
-    host = host_memory()
+    host = replace(host_memory(), before_any_start=True)
     if args.host_bytes is not None:
         host = HostMemory(HostLimit(args.host_bytes, "--host-bytes"), None)
     if engine is not None and engine.stages:
