@@ -56,6 +56,10 @@ def reserve_pages(nbytes: int, *, overcommit: bool) -> torch.Tensor:
         return torch.frombuffer(reserved, dtype=torch.uint8)
 
 
+_REFUSALS = frozenset({errno.ENOMEM, errno.EFAULT})
+"""Of `MADV_POPULATE_WRITE`: there is no memory. Anything else means that this way of asking is not to be had here."""
+
+
 def commit_pages(pages: torch.Tensor) -> None:
     """Bring the memory behind `pages` in, keeping what is in it. Any thread; other Python threads run meanwhile.
 
@@ -74,7 +78,7 @@ def commit_pages(pages: torch.Tensor) -> None:
     if _libc().madvise(address, nbytes, ctypes.c_int(_MADV_POPULATE_WRITE)) == 0:
         return
     problem = ctypes.get_errno()
-    if problem != errno.EINVAL:
+    if problem in _REFUSALS:
         raise MemoryError(f"{pages.numel()} bytes could not be committed ({errno.errorcode.get(problem, problem)})")
     touch_pages(pages)
 

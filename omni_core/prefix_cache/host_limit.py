@@ -40,6 +40,10 @@ class HostMemory:
         return replace(self, available=HostLimit(self.available.nbytes + taken_bytes, source))
 
 
+_MAX_DIGITS = 20
+"""No count of bytes is longer."""
+
+
 @dataclass(frozen=True, slots=True)
 class _GroupFiles:
     """The names of one control-group version's files."""
@@ -82,7 +86,10 @@ def _size(limit: HostLimit) -> int:
 def _groups(proc: Path, cgroups: Path) -> Iterator[tuple[Path, _GroupFiles]]:
     """This process's groups and all above them: a limit of any of them holds."""
     for line in _read_lines(proc / "self" / "cgroup"):
-        _, controllers, group = line.split(":", 2)
+        _, _, rest = line.partition(":")
+        controllers, colon, group = rest.partition(":")
+        if not colon:
+            continue
         if controllers == "":
             root, files = cgroups, _VERSION_2
         elif "memory" in controllers.split(","):
@@ -97,17 +104,21 @@ def _groups(proc: Path, cgroups: Path) -> Iterator[tuple[Path, _GroupFiles]]:
 def _read_limit(path: Path) -> int | None:
     """The number in a file; `None` if there is none, or it means "no limit"."""
     text = "".join(_read_lines(path)).strip()
-    return int(text) if text.isdigit() and int(text) < _UNLIMITED_FROM_BYTES else None
+    return int(text) if _is_number(text) and int(text) < _UNLIMITED_FROM_BYTES else None
 
 
 def _read_table(path: Path) -> dict[str, int]:
     """Lines of a name and a number."""
     rows = (line.split() for line in _read_lines(path))
-    return {row[0]: int(row[1]) for row in rows if len(row) >= 2 and row[1].isdigit()}
+    return {row[0]: int(row[1]) for row in rows if len(row) >= 2 and _is_number(row[1])}
+
+
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdecimal() and len(text) <= _MAX_DIGITS
 
 
 def _read_lines(path: Path) -> list[str]:
     try:
-        return path.read_text().splitlines()
+        return path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return []

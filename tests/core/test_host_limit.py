@@ -88,3 +88,15 @@ def test_this_machine_has_a_limit_and_something_free():
         assert host.available is not None
         assert host.limit.nbytes > 0
         assert host.available.nbytes > 0
+
+
+def test_files_that_are_not_as_the_kernel_writes_them_tell_nothing(tmp_path):
+    files = {"memory.max": "²", "x/memory.max": "9" * 5000, "x/memory.stat": "inactive_file ²\nanon"}
+    host = machine(tmp_path, groups="no colon\nonly:one\n0::/x\udcff".encode("utf-8", "replace").decode(), files=files)
+    assert host.limit == HostLimit(256 * GIB, "the machine's memory")
+
+
+def test_a_group_whose_name_is_no_text_is_passed_over(tmp_path):
+    (tmp_path / "proc" / "self").mkdir(parents=True)
+    (tmp_path / "proc" / "self" / "cgroup").write_bytes(b"0::/\xff\xfe\n")
+    assert host_memory(tmp_path / "proc", tmp_path / "cgroup") == HostMemory(None, None)
