@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
@@ -73,7 +74,13 @@ class RequestMaker:
                 for image in request.images
             ],
             cache_salt=request.salt or None,
+            lora_request=_adapter(request),
             priority=priority,
             block_hasher=self._block_hasher,
             resumable=resumable,
         )
+
+
+def _adapter(request: SimRequest) -> LoRARequest | None:
+    """What a salt stands for: the cache hears of the adapter whose rows change. Nothing is read from the path."""
+    return LoRARequest(request.salt, request.adapter_id, request.salt) if request.salt else None
