@@ -68,7 +68,7 @@ def test_views_may_be_written_in_another_mode_than_they_were_carved_in(carver, f
 
 
 def test_a_sibling_carves_the_same_bytes_and_views_them_at_the_cost_of_one_operation(carver):
-    (rows, codes), _ = carve(carver, DECODE)
+    (rows, _codes), _ = carve(carver, DECODE)
     rows.fill_(3)
     with torch_operations() as counted:
         sibling = carver.sibling()

@@ -92,7 +92,14 @@ def test_outputs_that_want_gradients_are_copied_without_them(make_rig):
             taken.release()
 
 
-@pytest.mark.parametrize("make", [lambda t: t.t().contiguous().t(), lambda t: t.repeat_interleave(2, 0)[::2], torch.clone])
+LAYOUTS = {
+    "columns first": lambda rows: rows.t().contiguous().t(),
+    "every other row": lambda rows: rows.repeat_interleave(2, 0)[::2],
+    "as usual": torch.clone,
+}
+
+
+@pytest.mark.parametrize("make", LAYOUTS.values(), ids=LAYOUTS)
 def test_rows_are_right_however_they_lie_in_memory_and_whatever_mode_made_them(make_rig, make):
     rig = make_rig(keys=CODES, policy=ModelCachePolicy(token_keys={"codes"}), staging_depth=DEPTH, block_size=16)
     rig.run(new("A", [1, 2], run=2)).release()
