@@ -12,12 +12,15 @@ from omni_core.cli.bench.engine_batch import DecodeBatch, StageShape
 from omni_core.cli.bench.floors import Copies
 from omni_core.cli.bench.plan import Plan, say
 from omni_core.cli.bench.plots import Chart
-from omni_core.cli.bench.results import Measured, Relation, Row, Target, with_interval
+from omni_core.cli.bench.results import MS_PER_S, Measured, Relation, Row, Target, with_interval
 from omni_core.cli.bench.samples import Samples
 from omni_core.cli.bench.stage import OURS, OurStage
-from omni_core.cli.bench.threads import COMMITTER, MeteredRuntime
+from omni_core.cli.bench.threads import COMMITTER, MeteredRuntime, Sleepers
+from omni_core.runtime import ThreadingRuntime
 
 BUSY, REST, TAKING, SLOPE = "engine step", "engine step, others at rest", "materialize", "slope"
+WAKING = "waking two threads"
+NUM_WAKINGS = 2000
 US_PER_S = 1e6
 
 SIZES = (1, 8, 64, 256, 1024)
@@ -67,6 +70,8 @@ NOTES = (
     "staging_full: steps that began with every staging slot in use all the same, because the committer was late",
     "layout_us: the median of the part of ours that finds the step's slots in the block table; it is the benchmark's "
     "own code, in the place of the runner's",
+    f"{WAKING}: two notifications of threads that sleep; a step wakes the simulated backend's copy thread and the "
+    "committer, so this is part of the floor of a step, however small",
     f"{REST}: the same with every other thread idle; {TAKING}: on an idle machine, release included",
     "floor: one clone and one staging copy of the step's bytes, for materialize one copy; one thread, everything warm",
     "ratio: ours over the floor; peer_..._ratio: the peer over ours, of the rounds that have both",
@@ -83,6 +88,7 @@ def measure(plan: Plan) -> Measured:
         run.measure()
         rows.extend(run.rows())
         busy[num_requests] = run.busy
+    rows.append(_waking(plan))
     sloped = {size: samples for size, samples in busy.items() if size <= SLOPE_MOST_REQUESTS}
     if len(sloped) > 1:
         rows.append(_slope(sloped))
@@ -170,6 +176,20 @@ class _BatchSize:
     def _row(self, what: str, samples: Samples) -> Row:
         row: Row = {"what": what, "requests": self._num_requests, "rounds": samples.count(OURS)}
         return row | comparison(samples, self._plan.peer_names)
+
+
+def _waking(plan: Plan) -> Row:
+    """What an engine thread pays for waking the copy's thread and the committer, whatever the step brings."""
+    runtime, samples = ThreadingRuntime(), Samples()
+    sleepers = Sleepers(runtime, 2)
+    try:
+        for number in range(plan.rounds(NUM_WAKINGS, 5)):
+            sleepers.settle()
+            samples.time(FLOOR, number, sleepers.wake)
+    finally:
+        sleepers.close()
+    row: Row = {"what": WAKING, "rounds": samples.count(FLOOR)}
+    return row | with_interval("floor_ms", samples.median_s(FLOOR), MS_PER_S)
 
 
 def _slope(busy: dict[int, Samples]) -> Row:

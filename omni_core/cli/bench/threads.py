@@ -7,6 +7,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from omni_core.cli.bench.stage import Stage
@@ -15,6 +16,8 @@ from omni_core.runtime import ThreadHandle, ThreadingRuntime
 COMMITTER = "omni-core-committer"
 _PROC = Path("/proc")
 _LIMIT_S = 120.0
+_ASLEEP_AFTER_S = 0.0005
+"""Within this a thread that has nothing left to do is off the processor."""
 
 
 class MeteredRuntime(ThreadingRuntime):
@@ -39,6 +42,50 @@ class MeteredRuntime(ThreadingRuntime):
         """
         nanoseconds = (_PROC / self._threads[name] / "schedstat").read_text(encoding="utf-8").split()[0]
         return int(nanoseconds) / 1e9
+
+
+class Sleepers:
+    """Threads that do nothing but wait to be woken, as a copy's and the committer's do between steps."""
+
+    def __init__(self, runtime: ThreadingRuntime, count: int) -> None:
+        self._runtime = runtime
+        self._locks = [runtime.lock(f"bench-sleeper-{index}") for index in range(count)]
+        self._conditions = [runtime.condition(lock, "bench-sleeper") for lock in self._locks]
+        self._asked = [0] * count
+        self._woken = [0] * count
+        self._closing = False
+        self._threads = [runtime.spawn(f"bench-sleeper-{index}", partial(self._run, index)) for index in range(count)]
+
+    def wake(self) -> None:
+        """Wake each of them; returns at once."""
+        for index, lock in enumerate(self._locks):
+            with lock:
+                self._asked[index] += 1
+                self._conditions[index].notify_all()
+
+    def settle(self) -> None:
+        """Wait until all of them have run and sleep again."""
+        for index, lock in enumerate(self._locks):
+            with lock:
+                self._conditions[index].wait_for(partial(self._has_run, index), _LIMIT_S)
+        self._runtime.sleep(_ASLEEP_AFTER_S)
+
+    def close(self) -> None:
+        """End the threads."""
+        self._closing = True
+        self.wake()
+        for thread in self._threads:
+            thread.join(_LIMIT_S)
+
+    def _has_run(self, index: int) -> bool:
+        return self._woken[index] == self._asked[index]
+
+    def _run(self, index: int) -> None:
+        while not self._closing:
+            with self._locks[index]:
+                self._conditions[index].wait_for(lambda: not self._has_run(index), None)
+                self._woken[index] = self._asked[index]
+                self._conditions[index].notify_all()
 
 
 class Builders:
