@@ -89,8 +89,11 @@ def test_rows_of_an_engine_step(documents):
         "engine step",
         "engine step, others at rest",
         "materialize",
+        "waking two threads",
         "slope",
     }
+    (waking,) = [row for row in rows if row["what"] == "waking two threads"]
+    assert waking["floor_ms"] > 0
 
 
 def test_the_conditions_of_the_other_benchmarks(documents):
