@@ -44,7 +44,7 @@ def main() -> None:
                 f"{request.hidden_states.dtype}, positions {list(request.ranges)}, complete {request.complete}"
             )
     for rank, report in enumerate(stage_reports(llm)):
-        print(f"rank {rank}: {report['gate']['rule']}, {report.get('delivery', {}).get('rows_delivered', 0)} rows")
+        print(f"rank {rank}: {report['gate']['status']}, {report.get('delivery', {}).get('rows_delivered', 0)} rows")
 
 
 if __name__ == "__main__":  # vLLM starts its processes by running this file again

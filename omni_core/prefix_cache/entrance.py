@@ -44,7 +44,7 @@ class RequestEntrance:
         """Take the request in; returns what has to be read for it, if anything."""
         req_id = request.req_id
         adapter_id = request.adapter_id
-        if self._table.any_adapter:
+        if adapter_id != NO_ADAPTER or self._table.any_adapter:
             adapter_id = self._adapter_of(request)
         known_withheld = self._requests.withheld_blocks(req_id) if req_id in self._requests else {}
         withheld = self._withheld(request, known_withheld, adapter_id)

@@ -216,6 +216,15 @@ def test_a_request_keeps_the_adapter_it_started_with(rig):
     assert is_absent(rig.run(new("E", [3, 5], hit=4)), "E")
 
 
+def test_a_replacement_that_names_another_adapter_changes_nothing_of_that(rig):
+    """Also where no adapter was heard of before: its rows stay readable to the request itself."""
+    rig.run(new("A", [1], run=4)).release()
+    rig.cache.discard_step(rig.step(replaced("A", [2, 3], run=4, content="B", adapter=7)))
+    rig.step(new("C", [4], adapter=7))
+    rows = rig.run(new("A", [2, 3], hit=4, run=1, content="B"))["A"]
+    assert_rows(rows, ("B", 0, 5))
+
+
 def test_a_wrong_adapter_id_is_said_before_anything_changes(rig):
     for wrong in (0, -1):
         with pytest.raises(ValueError, match="must be the id of an adapter"):

@@ -58,9 +58,9 @@ def back(req_id, blocks, hit=0, run=4, known=0):
     return Run(req_id, run, tuple(blocks), hit, kind=RequestEventKind.RESUMED, known=known)
 
 
-def replaced(req_id, blocks, hit=0, run=4, content=None):
+def replaced(req_id, blocks, hit=0, run=4, content=None, adapter=0):
     """A request's content changes: its whole table, the tokens it keeps. `content`: whose rows it computes from now."""
-    return Run(req_id, run, tuple(blocks), hit, kind=RequestEventKind.REPLACED, content=content)
+    return Run(req_id, run, tuple(blocks), hit, kind=RequestEventKind.REPLACED, content=content, adapter=adapter)
 
 
 @dataclass(frozen=True)
