@@ -116,12 +116,12 @@ WEIGHT_VERSIONS = (
                 CORE + "entrance.py",
                 """\
         adapter_id = request.adapter_id
-        if self._table.any_adapter:
+        if adapter_id != NO_ADAPTER or self._table.any_adapter:
             adapter_id""",
                 """\
         self.fill_blocks(request)
         adapter_id = request.adapter_id
-        if self._table.any_adapter:
+        if adapter_id != NO_ADAPTER or self._table.any_adapter:
             adapter_id""",
             ),
         ),
