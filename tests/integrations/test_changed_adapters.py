@@ -40,6 +40,28 @@ def test_an_adapter_that_was_removed_keeps_none_of_its_rows(stage):
     assert stage.refuses("b", [1, 5], hit=4, adapter=adapter(7))
 
 
+def test_an_adapter_that_was_removed_may_come_back_with_other_files(stage, tmp_path):
+    """Its rows were given up when it was removed; what is computed with the other files is served at once."""
+    weights = tmp_path / "adapter_model.safetensors"
+    weights.write_bytes(b"old")
+    stage.runner.lora_config = SimpleNamespace()
+    stage.worker.add_lora(adapter(7, tmp_path))
+    stage.worker.remove_lora(7)
+    weights.write_bytes(b"newer")
+    stage.serve("a", [1, 2], adapter=adapter(7, tmp_path))
+    assert computed_by(stage.serve("b", [1, 3], hit=4, adapter=adapter(7, tmp_path)), OLD)
+    assert stage.session.cache.stats().adapter_versions[7] == 2
+
+
+@pytest.mark.parametrize("number", [0, -1, "seven", 1 << 63])
+def test_what_names_no_adapter_has_vllms_own_answer_and_costs_no_rows(stage, number):
+    stage.serve("a", [1, 2], adapter=adapter(7))
+    assert stage.worker.remove_lora(number) is True
+    assert stage.worker.add_lora(adapter(number)) is True
+    assert stage.session.cache.stats().adapter_versions == {}
+    assert computed_by(stage.serve("b", [1, 5], hit=4, adapter=adapter(7)), OLD)
+
+
 def test_another_id_under_the_same_name_shares_no_rows(stage):
     """vLLM's hashes are of name and path, and a server gives a name that was unloaded a new id."""
     stage.serve("a", [1, 2], adapter=adapter(7))

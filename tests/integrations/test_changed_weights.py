@@ -108,6 +108,23 @@ def test_a_step_in_flight_is_delivered_and_its_request_goes_on(stage, change):
     assert torch.equal(stored.hidden_states, right)
 
 
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_weights_change_as_ever_once_the_cache_is_closed(stage, change):
+    """As when the interpreter ends: the cache is closed, and nobody told the session."""
+    stage.session.cache.close()
+    change(stage.worker)
+    stage.worker.add_lora(adapter(7))
+    assert stage.worker.remove_lora(7) is True
+    assert bump_stage_version(stage) == []
+
+
+def test_vllms_own_error_is_told_once_the_cache_is_closed(stage):
+    stage.session.cache.close()
+    stage.worker.broken = True
+    with pytest.raises(RuntimeError, match="half of the weights"):
+        stage.worker.reload_weights()
+
+
 def test_a_worker_without_a_cache_changes_its_weights_as_ever():
     worker = Worker(fake.FakeRunner())
     worker.reload_weights()

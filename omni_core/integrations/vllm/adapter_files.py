@@ -40,6 +40,10 @@ class AdapterFiles:
         """Remember what vLLM is about to read between steps. Before it does: files that change meanwhile are others."""
         self._seen[request.lora_int_id] = request.lora_path, _fingerprint(request.lora_path)
 
+    def forget(self, adapter_id: int) -> None:
+        """The adapter was removed, and its rows given up: whatever is read under this id next is no change."""
+        self._seen.pop(adapter_id, None)
+
     def changed(self, requests: Iterable[AdapterRequest], loaded: Collection[int]) -> list[int]:
         """Adapters that a step will read from other files than before.
 

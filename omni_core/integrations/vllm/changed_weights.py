@@ -18,6 +18,7 @@ from typing import Any, cast
 
 from omni_core.integrations.vllm.adapter_files import AdapterFiles
 from omni_core.integrations.vllm.session import StageSession
+from omni_core.prefix_cache.slot_table import is_adapter_id
 
 _LOG = logging.getLogger(__name__)
 
@@ -121,9 +122,12 @@ class ChangedWeightsMixin:
     def remove_lora(self, lora_id: int) -> bool:
         """Run vLLM's own: what comes back under this id may be another adapter."""
         try:
-            return bool(cast("Any", super()).remove_lora(lora_id))
+            removed = bool(cast("Any", super()).remove_lora(lora_id))
         finally:
             self._adapter_changed(lora_id, "remove_lora")
+        if removed:
+            self.omni_core_adapter_files.forget(lora_id)
+        return removed
 
     def _adapters_loaded(self) -> set[int]:
         return set() if self.model_runner.lora_config is None else set(self.model_runner.list_loras())
@@ -133,7 +137,8 @@ class ChangedWeightsMixin:
             _warn(call, self.omni_core_session.bump_version(None))
 
     def _adapter_changed(self, adapter_id: int, call: str) -> None:
-        if self.omni_core_session is not None:
+        # No row is of an id that names no adapter, and what to say of such an id is vLLM's own matter.
+        if self.omni_core_session is not None and is_adapter_id(adapter_id):
             _warn(call, self.omni_core_session.bump_version(adapter_id))
 
 

@@ -15,6 +15,7 @@ from omni_core.integrations.vllm.stage_parts import StageParts
 from omni_core.integrations.vllm.tap import ForwardTap
 from omni_core.integrations.vllm.versions import in_process_worker
 from omni_core.prefix_cache.config import PrefixCacheConfig
+from omni_core.prefix_cache.errors import CacheClosedError
 from omni_core.prefix_cache.gate import GateDecision
 from omni_core.prefix_cache.manager import OmniPrefixCacheManager
 from omni_core.settings.stage_settings import StageSettings
@@ -130,7 +131,7 @@ class StageSession:
     def bump_version(self, adapter_id: int | None) -> dict[str, Any] | None:
         """The weights (`None`) or an adapter have changed; the fields of `VersionReport`. Between steps.
 
-        `None` on a stage without a cache.
+        `None` on a stage without a cache, or whose cache is closed: it serves no row any more.
 
         Raises:
             ValueError: `adapter_id` stands for no adapter.
@@ -138,7 +139,11 @@ class StageSession:
         if self._parts is None or self._closed:
             return None
         cache = self._parts.cache
-        report = cache.bump_weight_version() if adapter_id is None else cache.bump_adapter_version(adapter_id)
+        try:
+            report = cache.bump_weight_version() if adapter_id is None else cache.bump_adapter_version(adapter_id)
+        except CacheClosedError:
+            # Parts are closed without the session at the interpreter's end, and when its worker was dropped.
+            return None
         return cast("dict[str, Any]", _plain(asdict(report)))
 
     def report(self) -> dict[str, Any]:
