@@ -7,7 +7,6 @@ beside. Measured when this was written: 0.3 to 2.1 MB of 66 to 405 MB.
 """
 
 import json
-import sys
 
 import pytest
 from model_configs import QWEN3_OMNI_30B_A3B, SMOLLM2_135M, TALKER, THINKER, write_model
@@ -18,8 +17,6 @@ from omni_core.cli.main import main
 TOLERANCE_BYTES = 8 << 20
 FILL_BLOCKS = 2500
 MAX_NUM_TOKENS = 1024
-
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/smaps_rollup")
 
 MODELS = {
     # A 30B mixture of experts: 24 GiB of KV cache; the talker wants its last hidden state and one layer's.

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tables of a large cache take memory by the page: the kernel is never asked for huge pages for them."""
 
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +23,6 @@ def flags_of_the_mapping_at(address):
     raise AssertionError("no mapping holds the table")
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/smaps")
 def test_huge_pages_are_declined_for_a_new_keys_tables():
     for table in SlotTable(1 << 18, 16).new_key_tables("codes"):
         flags = flags_of_the_mapping_at(table.ctypes.data)

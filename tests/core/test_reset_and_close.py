@@ -3,7 +3,6 @@
 
 import gc
 import mmap
-import sys
 from pathlib import Path
 
 import pytest
@@ -284,7 +283,6 @@ def resident_bytes():
     return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_closed_cache_that_is_kept_keeps_no_staging_and_no_device_memory(make_rig):
     """The books say so at once; here the memory is really gone, whatever views were made of it."""
     before = resident_bytes()

@@ -5,16 +5,11 @@ The tolerance is for what the interpreter and the threads allocate beside, and t
 to 1.3 MB. Blocks that lie far apart cost 2 MiB for each table that takes huge pages: 39 MB for one such table.
 """
 
-import sys
-
-import pytest
 from process_memory import memory_of
 
 TOLERANCE_BYTES = 4 << 20
 FAR_BLOCKS = list(range(100_000, 1_000_000, 50_000))
 HIDDEN = "__hidden_states__"
-
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/smaps_rollup")
 
 
 def test_a_million_blocks_cost_nothing_until_they_are_written():

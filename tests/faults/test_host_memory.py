@@ -3,7 +3,6 @@
 
 import logging
 import resource
-import sys
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -186,7 +185,6 @@ def address_space_left(nbytes):
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="address space is limited by the kernel")
 def test_fault_081_tables_the_system_has_no_address_space_for_are_an_error_of_that_step_alone(make_rig):
     # A row of one byte: 16 MiB of rows, and 256 MiB of tables.
     rig = make_rig(num_blocks=1 << 20, block_size=16, max_num_tokens=64)
