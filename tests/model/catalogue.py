@@ -4,6 +4,7 @@
 from dataclasses import dataclass, replace
 
 from . import delivery_sizes as sizes
+from . import storage_deferred_scenarios as deferred
 from . import storage_scenarios as runs
 from .delivery_rules import Change as DeliveryChange
 from .delivery_rules import DeliveryWorldSize
@@ -53,18 +54,18 @@ class Search:
 
 _SMALL_STORAGE = (
     *runs.BASE,
-    runs.DEFERRED_SAME_STEP,
-    runs.DEFERRED_NO_ROOM,
-    runs.DEFERRED_AND_HIDDEN,
-    runs.DEFERRED_PAGE_REUSED,
+    deferred.SAME_STEP,
+    deferred.NO_ROOM,
+    deferred.AND_HIDDEN,
+    deferred.PAGE_REUSED,
     runs.COPY_SOURCE_RECYCLED,
     runs.COPY_ONTO_READ,
 )
 _SMALL_DELIVERY = (sizes.PLAIN, sizes.RESUME, sizes.BACK_OFF, sizes.DRAFTS, sizes.REPLACED, sizes.ID_REUSE)
-_STORAGE = (*runs.BASE, *runs.DEFERRED, *runs.COPIES)
+_STORAGE = (*runs.BASE, *deferred.ALL, *runs.COPIES)
 _OTHER_DEPTHS = tuple(
     replace(scenario, name=f"{scenario.name}, {depth} page{'s' if depth > 1 else ''}", staging_depth=depth)
-    for scenario in (runs.THREE_TENANCIES, runs.MIXED_READ, runs.DEFERRED_RECYCLED, runs.COPY_DEFERRED_SOURCE)
+    for scenario in (runs.THREE_TENANCIES, runs.MIXED_READ, deferred.RECYCLED, runs.COPY_DEFERRED_SOURCE)
     for depth in (1, 4)
 )
 
@@ -89,19 +90,19 @@ WRONG_STORAGE = (
     Search(runs.SAME_STEP_HIT, StorageChange.SKIP_SUPERSEDED, "b"),
     Search(runs.SAME_STEP_HIT, StorageChange.SIDE_BUFFER_DROPPED, "e"),
     Search(runs.STORED_HITS, StorageChange.STAGING_FREED_WITH_STEP, "a"),
-    Search(runs.DEFERRED_RECYCLED, StorageChange.OWN_RECORDS_FIRST, "d"),
-    Search(runs.DEFERRED_PAGE_REUSED, StorageChange.HIT_DOES_NOT_FORCE, "d"),
-    Search(runs.DEFERRED_AND_HIDDEN, StorageChange.MATERIALIZE_DOES_NOT_FORCE, "d"),
-    Search(runs.DEFERRED_NO_ROOM, StorageChange.FORCE_AFTER_FALLBACK, "b"),
-    Search(runs.DEFERRED_NO_ROOM, StorageChange.FALLBACK_DOES_NOT_FORCE, "b"),
-    Search(runs.DEFERRED_AND_HIDDEN, StorageChange.ONE_WATERMARK, "b"),
-    Search(runs.HIDDEN_AFTER_RECORD, StorageChange.RECORDS_MOVE_PAGE_WATERMARK, "d"),
-    Search(runs.DEFERRED_TWO_WRITES, StorageChange.RING_FREED_EARLY, "a"),
-    Search(runs.DEFERRED_TWO_WRITES, StorageChange.RING_RETURNED_TWICE, "f"),
-    Search(runs.DEFERRED_TWO_WRITES, StorageChange.RING_NEVER_RETURNED, "e"),
-    Search(runs.DEFERRED_PAGE_REUSED, StorageChange.RECORD_DOES_NOT_HOLD_PAGE, "a"),
-    Search(runs.DEFERRED_RECYCLED, StorageChange.ONE_BOUNCE, "a"),
-    Search(runs.DEFERRED_TWO_WRITES, StorageChange.FORCED_RECORD_STAYS_OPEN, "g"),
+    Search(deferred.RECYCLED, StorageChange.OWN_RECORDS_FIRST, "d"),
+    Search(deferred.PAGE_REUSED, StorageChange.HIT_DOES_NOT_FORCE, "d"),
+    Search(deferred.AND_HIDDEN, StorageChange.MATERIALIZE_DOES_NOT_FORCE, "d"),
+    Search(deferred.NO_ROOM, StorageChange.FORCE_AFTER_FALLBACK, "b"),
+    Search(deferred.NO_ROOM, StorageChange.FALLBACK_DOES_NOT_FORCE, "b"),
+    Search(deferred.AND_HIDDEN, StorageChange.ONE_WATERMARK, "b"),
+    Search(deferred.HIDDEN_AFTER_RECORD, StorageChange.RECORDS_MOVE_PAGE_WATERMARK, "d"),
+    Search(deferred.TWO_WRITES, StorageChange.RING_FREED_EARLY, "a"),
+    Search(deferred.TWO_WRITES, StorageChange.RING_RETURNED_TWICE, "f"),
+    Search(deferred.TWO_WRITES, StorageChange.RING_NEVER_RETURNED, "e"),
+    Search(deferred.PAGE_REUSED, StorageChange.RECORD_DOES_NOT_HOLD_PAGE, "a"),
+    Search(deferred.RECYCLED, StorageChange.ONE_BOUNCE, "a"),
+    Search(deferred.TWO_WRITES, StorageChange.FORCED_RECORD_STAYS_OPEN, "g"),
     Search(runs.COPY_SOURCE_RECYCLED, StorageChange.COPY_AFTER_TENANCIES, "b"),
     Search(runs.COPY_DEFERRED_SOURCE, StorageChange.COPY_AFTER_TENANCIES, "a"),
     Search(runs.COPY_DEFERRED_SOURCE, StorageChange.COPY_IGNORES_RECORDS, "a"),
@@ -137,7 +138,7 @@ FREE_CHOICES = tuple(
     for change, scenarios in (
         (StorageChange.SKIP_UNWANTED, (runs.SAME_STEP_HIT, runs.STORED_HITS, runs.THREE_TENANCIES)),
         (StorageChange.COPY_FORCES_ALL, (runs.COPY_DEFERRED_SOURCE, runs.COPY_DEFERRED_DESTINATION)),
-        (StorageChange.STAGE_WITH_CLAIM, (runs.DEFERRED_RECYCLED, runs.DEFERRED_NO_ROOM)),
+        (StorageChange.STAGE_WITH_CLAIM, (deferred.RECYCLED, deferred.NO_ROOM)),
     )
     for scenario in scenarios
 )

@@ -183,5 +183,11 @@ class Scenario:
         return frozenset(write.request for write in self.steps[number - 1].writes if DEFERRED in write.keys)
 
 
+def step_of(*parts: Event | Write, saved: bool = True) -> Step:
+    """A step of these events and writes."""
+    events = tuple(part for part in parts if not isinstance(part, Write))
+    return Step(events, tuple(part for part in parts if isinstance(part, Write)), saved)
+
+
 def _events(step: Step, kind: type[Kind]) -> tuple[Kind, ...]:
     return tuple(event for event in step.events if isinstance(event, kind))

@@ -1,13 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The small runs the storage world is searched over."""
+"""The small runs the storage world is searched over; those about deferred keys: `storage_deferred_scenarios.py`."""
 
-from .storage_scenario import Copy, Ended, Event, Fresh, Hit, NewWeights, Owed, Scenario, Step, Write
-
-
-def _step(*parts: Event | Write, saved: bool = True) -> Step:
-    events = tuple(part for part in parts if not isinstance(part, Write))
-    return Step(events, tuple(part for part in parts if isinstance(part, Write)), saved)
-
+from .storage_scenario import Copy, Ended, Fresh, Hit, NewWeights, Owed, Scenario, Write, step_of
 
 # -- reads, tenancies, one committer ----------------------------------------------------------------------------------
 
@@ -16,9 +10,9 @@ SAME_STEP_HIT = Scenario(
     1,
     "HM",
     (
-        _step(Fresh(0), Hit((0,)), Write(0, "HM")),
-        _step(Ended("A"), Fresh(0), Write(0, "H")),
-        _step(Hit((0,))),
+        step_of(Fresh(0), Hit((0,)), Write(0, "HM")),
+        step_of(Ended("A"), Fresh(0), Write(0, "H")),
+        step_of(Hit((0,))),
     ),
 )
 STORED_HITS = Scenario(
@@ -26,10 +20,10 @@ STORED_HITS = Scenario(
     3,
     "HM",
     (
-        _step(Fresh(0), Fresh(1), Write(0, "HM"), Write(1, "H")),
-        _step(Hit((0, 1)), Fresh(2), Write(2, "HM")),
-        _step(Fresh(0), Fresh(1), Write(0, "H"), Write(1, "HM")),
-        _step(Hit((0, 1))),
+        step_of(Fresh(0), Fresh(1), Write(0, "HM"), Write(1, "H")),
+        step_of(Hit((0, 1)), Fresh(2), Write(2, "HM")),
+        step_of(Fresh(0), Fresh(1), Write(0, "H"), Write(1, "HM")),
+        step_of(Hit((0, 1))),
     ),
 )
 NEVER_COMPUTED = Scenario(
@@ -37,10 +31,10 @@ NEVER_COMPUTED = Scenario(
     2,
     "HM",
     (
-        _step(Fresh(0), Write(0, "HM")),
-        _step(Hit((0,))),
-        _step(Fresh(0), Hit((0,)), Fresh(1), Write(1, "HM")),
-        _step(Fresh(0), Hit((0, 1)), Write(0, "H")),
+        step_of(Fresh(0), Write(0, "HM")),
+        step_of(Hit((0,))),
+        step_of(Fresh(0), Hit((0,)), Fresh(1), Write(1, "HM")),
+        step_of(Fresh(0), Hit((0, 1)), Write(0, "H")),
     ),
 )
 UNSAVED_STEP = Scenario(
@@ -48,10 +42,10 @@ UNSAVED_STEP = Scenario(
     1,
     "HM",
     (
-        _step(Fresh(0), Write(0, "HM")),
-        _step(Hit((0,)), saved=False),
-        _step(Fresh(0), Write(0, "HM")),
-        _step(Hit((0,))),
+        step_of(Fresh(0), Write(0, "HM")),
+        step_of(Hit((0,)), saved=False),
+        step_of(Fresh(0), Write(0, "HM")),
+        step_of(Hit((0,))),
     ),
 )
 HIT_BEFORE_TENANCY = Scenario(
@@ -59,9 +53,9 @@ HIT_BEFORE_TENANCY = Scenario(
     1,
     "HM",
     (
-        _step(Fresh(0), Write(0, "HM")),
-        _step(Hit((0,)), Fresh(0), Write(0, "H")),
-        _step(Hit((0,)), Fresh(0)),
+        step_of(Fresh(0), Write(0, "HM")),
+        step_of(Hit((0,)), Fresh(0), Write(0, "H")),
+        step_of(Hit((0,)), Fresh(0)),
     ),
 )
 REWRITE = Scenario(
@@ -69,9 +63,9 @@ REWRITE = Scenario(
     1,
     "HM",
     (
-        _step(Fresh(0), Write(0, "HM")),
-        _step(Hit((0,)), Write(0, "H")),
-        _step(Hit((0,)), Write(0, "HM")),
+        step_of(Fresh(0), Write(0, "HM")),
+        step_of(Hit((0,)), Write(0, "H")),
+        step_of(Hit((0,)), Write(0, "HM")),
     ),
 )
 THREE_TENANCIES = Scenario(
@@ -79,10 +73,10 @@ THREE_TENANCIES = Scenario(
     1,
     "HM",
     (
-        _step(Fresh(0), Hit((0,)), Write(0, "HM")),
-        _step(Fresh(0), Hit((0,)), Write(0, "H")),
-        _step(Fresh(0), Hit((0,)), Write(0, "HM")),
-        _step(Fresh(0), Write(0, "HM")),
+        step_of(Fresh(0), Hit((0,)), Write(0, "HM")),
+        step_of(Fresh(0), Hit((0,)), Write(0, "H")),
+        step_of(Fresh(0), Hit((0,)), Write(0, "HM")),
+        step_of(Fresh(0), Write(0, "HM")),
     ),
 )
 MIXED_READ = Scenario(
@@ -90,10 +84,10 @@ MIXED_READ = Scenario(
     2,
     "HM",
     (
-        _step(Fresh(0), Write(0, "HM")),
-        _step(Fresh(1), Hit((0, 1)), Write(1, "HM")),
-        _step(Fresh(0), Hit((0,)), Write(0, "M")),
-        _step(Fresh(1), Hit((1,)), Write(1, "H")),
+        step_of(Fresh(0), Write(0, "HM")),
+        step_of(Fresh(1), Hit((0, 1)), Write(1, "HM")),
+        step_of(Fresh(0), Hit((0,)), Write(0, "M")),
+        step_of(Fresh(1), Hit((1,)), Write(1, "H")),
     ),
 )
 SILENT_TENANCY = Scenario(
@@ -101,10 +95,10 @@ SILENT_TENANCY = Scenario(
     1,
     "HM",
     (
-        _step(Fresh(0, digest=1), Write(0, "HM")),
-        _step(Fresh(0, announced=False)),
-        _step(Hit((0,), digest=2)),
-        _step(Fresh(0, digest=3), Hit((0,), digest=3), Write(0, "H")),
+        step_of(Fresh(0, digest=1), Write(0, "HM")),
+        step_of(Fresh(0, announced=False)),
+        step_of(Hit((0,), digest=2)),
+        step_of(Fresh(0, digest=3), Hit((0,), digest=3), Write(0, "H")),
     ),
 )
 OWED_BLOCK_LOST = Scenario(
@@ -112,9 +106,9 @@ OWED_BLOCK_LOST = Scenario(
     1,
     "HM",
     (
-        _step(Fresh(0), Write(0, "HM")),
-        _step(Fresh(0), Write(0, "HM")),
-        _step(Owed((0,), held_since=1)),
+        step_of(Fresh(0), Write(0, "HM")),
+        step_of(Fresh(0), Write(0, "HM")),
+        step_of(Owed((0,), held_since=1)),
     ),
 )
 OWED_NEW_TABLE = Scenario(
@@ -122,10 +116,10 @@ OWED_NEW_TABLE = Scenario(
     3,
     "HM",
     (
-        _step(Fresh(0), Fresh(1), Write(0, "HM"), Write(1, "HM")),
-        _step(Fresh(0), Write(0, "H")),
-        _step(Fresh(2), Write(2, "H"), Owed((1, 2), held_since=3)),
-        _step(Fresh(1), Write(1, "HM")),
+        step_of(Fresh(0), Fresh(1), Write(0, "HM"), Write(1, "HM")),
+        step_of(Fresh(0), Write(0, "H")),
+        step_of(Fresh(2), Write(2, "H"), Owed((1, 2), held_since=3)),
+        step_of(Fresh(1), Write(1, "HM")),
     ),
 )
 NEW_WEIGHTS_UNDER_READS = Scenario(
@@ -133,10 +127,10 @@ NEW_WEIGHTS_UNDER_READS = Scenario(
     2,
     "HM",
     (
-        _step(Fresh(0), Write(0, "HM")),
-        _step(Hit((0,)), Fresh(1), Write(1, "HM")),
-        _step(NewWeights((0, 1)), Hit((0,)), Write(1, "H")),
-        _step(Hit((1,)), Fresh(0), Write(0, "M")),
+        step_of(Fresh(0), Write(0, "HM")),
+        step_of(Hit((0,)), Fresh(1), Write(1, "HM")),
+        step_of(NewWeights((0, 1)), Hit((0,)), Write(1, "H")),
+        step_of(Hit((1,)), Fresh(0), Write(0, "M")),
     ),
 )
 NEW_WEIGHTS_OWED = Scenario(
@@ -144,9 +138,9 @@ NEW_WEIGHTS_OWED = Scenario(
     2,
     "HM",
     (
-        _step(Fresh(0), Fresh(1), Write(0, "HM")),
-        _step(NewWeights((0, 1)), Write(1, "HM")),
-        _step(Owed((1,), held_since=1), Owed((0,), held_since=1)),
+        step_of(Fresh(0), Fresh(1), Write(0, "HM")),
+        step_of(NewWeights((0, 1)), Write(1, "HM")),
+        step_of(Owed((1,), held_since=1), Owed((0,), held_since=1)),
     ),
 )
 NEW_WEIGHTS_COPIED = Scenario(
@@ -154,9 +148,9 @@ NEW_WEIGHTS_COPIED = Scenario(
     3,
     "HM",
     (
-        _step(Fresh(0), Write(0, "HM")),
-        _step(Copy(0, 1), Hit((1,))),
-        _step(NewWeights((0, 1)), Copy(0, 2), Hit((1, 2))),
+        step_of(Fresh(0), Write(0, "HM")),
+        step_of(Copy(0, 1), Hit((1,))),
+        step_of(NewWeights((0, 1)), Copy(0, 2), Hit((1, 2))),
     ),
 )
 BASE = (
@@ -176,112 +170,6 @@ BASE = (
     NEW_WEIGHTS_COPIED,
 )
 
-# -- deferred keys ----------------------------------------------------------------------------------------------------
-
-DEFERRED_RECYCLED = Scenario(
-    "block recycled after a preemption, new owner ends first",
-    1,
-    "D",
-    (
-        _step(Fresh(0), Write(0, "D", "B")),
-        _step(Fresh(0), Write(0, "D", "A")),
-        _step(Ended("A"), Hit((0,))),
-    ),
-)
-DEFERRED_SAME_STEP = Scenario(
-    "hit on deferred rows of its own step, block recycled",
-    1,
-    "D",
-    (
-        _step(Fresh(0), Hit((0,)), Write(0, "D")),
-        _step(Fresh(0), Write(0, "D", "B")),
-    ),
-)
-DEFERRED_NO_ROOM = Scenario(
-    "no room on the device: copied at once, then hit",
-    1,
-    "D",
-    (
-        _step(Fresh(0), Write(0, "D")),
-        _step(Fresh(0), Write(0, "D", "B")),
-        _step(Hit((0,))),
-    ),
-    ring_units=1,
-)
-DEFERRED_RING_WRAPS = Scenario(
-    "records of two units in a ring of three",
-    2,
-    "D",
-    (
-        _step(Fresh(0), Write(0, "D")),
-        _step(Fresh(1), Write(1, "D", "B")),
-        _step(Hit((0, 1)), Fresh(0), Write(0, "D", "C")),
-    ),
-    ring_units=3,
-    record_units=2,
-)
-DEFERRED_AND_HIDDEN = Scenario(
-    "hidden rows at once, deferred rows later, one hit on both",
-    2,
-    "HD",
-    (
-        _step(Fresh(0), Write(0, "HD")),
-        _step(Hit((0,)), Fresh(1), Write(1, "HD", "B")),
-    ),
-)
-HIDDEN_AFTER_RECORD = Scenario(
-    "hit on hidden rows newer than a record that lands late",
-    2,
-    "HD",
-    (
-        _step(Fresh(0), Write(0, "D")),
-        _step(Fresh(1), Write(1, "H", "B")),
-        _step(Hit((1,))),
-    ),
-)
-DEFERRED_TWO_WRITES = Scenario(
-    "a request's second deferred write after a hit closed the first",
-    2,
-    "D",
-    (
-        _step(Fresh(0), Write(0, "D")),
-        _step(Hit((0,)), Fresh(1), Write(1, "D")),
-        _step(Hit((0, 1)), Ended("A")),
-    ),
-)
-DEFERRED_PAGE_REUSED = Scenario(
-    "one page: a record is on its way into it while its step is discarded",
-    2,
-    "D",
-    (
-        _step(Fresh(0), Write(0, "D")),
-        _step(Fresh(1), Write(1, "D")),
-        _step(Hit((0, 1))),
-    ),
-    staging_depth=1,
-)
-DEFERRED_OWED = Scenario(
-    "deferred rows owed to a request, read at save",
-    2,
-    "D",
-    (
-        _step(Fresh(0), Write(0, "D")),
-        _step(Fresh(1), Write(1, "D"), Owed((0, 1), held_since=2)),
-        _step(Fresh(0), Write(0, "D", "B"), Owed((0,), held_since=2)),
-    ),
-)
-DEFERRED = (
-    DEFERRED_RECYCLED,
-    DEFERRED_SAME_STEP,
-    DEFERRED_NO_ROOM,
-    DEFERRED_RING_WRAPS,
-    DEFERRED_AND_HIDDEN,
-    HIDDEN_AFTER_RECORD,
-    DEFERRED_TWO_WRITES,
-    DEFERRED_PAGE_REUSED,
-    DEFERRED_OWED,
-)
-
 # -- block copies -----------------------------------------------------------------------------------------------------
 
 COPY_SOURCE_RECYCLED = Scenario(
@@ -289,9 +177,9 @@ COPY_SOURCE_RECYCLED = Scenario(
     2,
     "HM",
     (
-        _step(Fresh(0), Write(0, "HM")),
-        _step(Copy(0, 1), Fresh(0), Write(0, "H")),
-        _step(Hit((1,)), Hit((0,))),
+        step_of(Fresh(0), Write(0, "HM")),
+        step_of(Copy(0, 1), Fresh(0), Write(0, "H")),
+        step_of(Hit((1,)), Hit((0,))),
     ),
 )
 COPY_ONTO_READ = Scenario(
@@ -299,9 +187,9 @@ COPY_ONTO_READ = Scenario(
     3,
     "HM",
     (
-        _step(Fresh(0), Fresh(1), Write(0, "H"), Write(1, "HM")),
-        _step(Hit((1,))),
-        _step(Copy(0, 1), Copy(1, 2), Hit((2,))),
+        step_of(Fresh(0), Fresh(1), Write(0, "H"), Write(1, "HM")),
+        step_of(Hit((1,))),
+        step_of(Copy(0, 1), Copy(1, 2), Hit((2,))),
     ),
 )
 COPY_DEFERRED_SOURCE = Scenario(
@@ -309,9 +197,9 @@ COPY_DEFERRED_SOURCE = Scenario(
     2,
     "D",
     (
-        _step(Fresh(0), Write(0, "D")),
-        _step(Copy(0, 1), Fresh(0), Write(0, "D", "B")),
-        _step(Hit((1,))),
+        step_of(Fresh(0), Write(0, "D")),
+        step_of(Copy(0, 1), Fresh(0), Write(0, "D", "B")),
+        step_of(Hit((1,))),
     ),
 )
 COPY_DEFERRED_DESTINATION = Scenario(
@@ -319,10 +207,10 @@ COPY_DEFERRED_DESTINATION = Scenario(
     2,
     "D",
     (
-        _step(Fresh(0), Write(0, "D")),
-        _step(Fresh(1), Write(1, "D", "B")),
-        _step(Copy(0, 1)),
-        _step(Hit((1,))),
+        step_of(Fresh(0), Write(0, "D")),
+        step_of(Fresh(1), Write(1, "D", "B")),
+        step_of(Copy(0, 1)),
+        step_of(Hit((1,))),
     ),
 )
 COPIES = (COPY_SOURCE_RECYCLED, COPY_ONTO_READ, COPY_DEFERRED_SOURCE, COPY_DEFERRED_DESTINATION)
