@@ -45,6 +45,10 @@ class Tests:
 
     __test__ = False  # not a test class
 
+    def __post_init__(self) -> None:
+        if not self.paths:
+            raise ValueError("tests of no file: pytest would run every test there is; name the files")
+
     @property
     def arguments(self) -> list[str]:
         """What `python` is given."""

@@ -5,11 +5,11 @@ import shutil
 
 import pytest
 
-from mutants.model import Edit, Mutant, OutOfDateError, Tests
+from mutants.model import Edit, Mutant, OutOfDateError, Tests, Workloads
 from mutants.report import PAGE, described
 from mutants.sandbox import REPOSITORY, check_origin, frozen_source
 from mutants.table import LISTED_BUGS, MUTANTS
-from mutants.trial import Outcome, try_mutant
+from mutants.trial import Outcome, complaint_about_unchanged, try_mutant
 
 
 def copy_of_its_files(mutant, root):
@@ -98,3 +98,32 @@ def test_a_mutant_that_is_out_of_date_is_broken(small_source):
 def test_detectors_run_against_the_copy():
     with frozen_source() as source:
         check_origin(source)
+
+
+@pytest.fixture
+def whole_source(small_source):
+    """The same with all that the harness asks of a source, empty where it can be: its workloads find nothing."""
+    for name in (
+        "omni_core/__init__.py",
+        "omni_core/pytest_plugin.py",
+        "backends/cpu_sim/omni_core_cpu_sim/__init__.py",
+        "tests/mutants/__init__.py",
+        "tests/mutants/seeded_workloads.py",
+    ):
+        (small_source / name).parent.mkdir(parents=True, exist_ok=True)
+        (small_source / name).touch()
+    return small_source
+
+
+def test_the_unchanged_source_is_shown_to_the_chosen_detectors_and_no_other(whole_source):
+    """Of workloads alone pytest was once asked, without a file to run: then it runs every test there is."""
+    (whole_source / "thing.py").write_text("LIMIT = 3\n")
+    by_workloads = Mutant("odd", "nothing", (), (Workloads(),))
+    by_a_test = Mutant("even", "nothing", (), (Tests(("tests/test_thing.py",)),))
+    assert complaint_about_unchanged([by_workloads], whole_source) is None
+    assert "test_the_limit_is_two" in (complaint_about_unchanged([by_workloads, by_a_test], whole_source) or "")
+
+
+def test_tests_of_no_file_are_refused():
+    with pytest.raises(ValueError, match="name the files"):
+        Tests(())

@@ -63,10 +63,11 @@ def complaint_about_unchanged(mutants: Iterable[Mutant], source: Path) -> str | 
     """Ask all these mutants' detectors about the unchanged source: what one of them says, which none should."""
     detectors = {detector: None for mutant in mutants for detector in mutant.detectors}
     paths = {path: None for detector in detectors if isinstance(detector, Tests) for path in detector.paths}
+    tests = [Tests(tuple(paths))] if paths else []
     workloads = [detector for detector in detectors if isinstance(detector, Workloads)]
     with sandbox(source) as root:
         check_origin(root)
-        for detector in (Tests(tuple(paths)), *workloads):
+        for detector in (*tests, *workloads):
             finding = ask(detector, root, UNCHANGED_LIMIT_S)
             if finding.verdict is not Verdict.NOTHING:
                 return f"the unchanged source does not pass: {finding.where}: {finding.what}"
