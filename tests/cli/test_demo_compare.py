@@ -14,7 +14,7 @@ from omni_core.integrations.vllm.demo.compare import (
     compare_with_cache_off,
     row_relative_difference,
 )
-from omni_core.integrations.vllm.tap import prefix_digests
+from omni_core.integrations.vllm.tapped_request import prefix_digests
 from omni_core.prefix_cache.config import HIDDEN_KEY
 from omni_core.sinks.base import RequestEnd
 from omni_core.sinks.rows import StoredRequest

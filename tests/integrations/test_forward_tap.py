@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from omni_core.integrations.vllm.tap import ForwardTap, prefix_digests
+from omni_core.integrations.vllm.tap import ForwardTap
+from omni_core.integrations.vllm.tapped_request import prefix_digests
 
 TOKENS = [5, 6, 7]
 

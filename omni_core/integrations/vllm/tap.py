@@ -9,10 +9,8 @@ It works the same on an engine without our cache. For demonstrations and tests: 
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -20,62 +18,11 @@ import numpy.typing as npt
 import torch
 
 from omni_core.integrations.vllm.delivery.ledger import UNKNOWN_TOKEN_ID
+from omni_core.integrations.vllm.tapped_request import Digest, TappedRequest, prefix_digests
 from omni_core.integrations.vllm.versions import STAGE_OUTPUTS_METHOD, stage_outputs_model
 from omni_core.prefix_cache.config import HIDDEN_KEY
 
 _LOG = logging.getLogger(__name__)
-
-Digest = bytes
-"""Digest of a token prefix, its last token included, with the adapter and the pictures it was computed with."""
-
-
-@dataclass(slots=True)
-class TappedRequest:
-    """What the engine computed for one request."""
-
-    req_id: str
-    num_prompt_tokens: int
-    skipped_tokens: int
-    """Prompt tokens the engine did not compute because their KV was cached."""
-    computed_tokens: int = 0
-    """Rows the engine computed: all that vLLM alone would have given for this request."""
-    token_ids: list[int] = field(default_factory=list)
-    """Every token fed so far, the skipped ones included; of draft tokens those fed last."""
-    digests: list[Digest] = field(default_factory=list)
-    """Per position."""
-    identity: Digest = b""
-    """Stands for the adapter; empty for the bare model."""
-    pictures: Mapping[int, Digest] = field(default_factory=dict)
-    """Position in the prompt → the piece of a picture that stands there."""
-    embeddings: Mapping[int, Digest] = field(default_factory=dict)
-    """Position in the prompt → the embedding that was given there instead of a token."""
-    num_drafts_replaced: int = 0
-    """Positions at which another token was fed later than at first: drafts the engine rejected."""
-
-    def learn(self, position: int, token_id: int) -> None:
-        """The model was fed `token_id` at `position`.
-
-        Raises:
-            ValueError: tokens in between were never seen, or it contradicts the prompt.
-        """
-        if position > len(self.token_ids):
-            raise ValueError(f"request {self.req_id!r}: position {position} after {len(self.token_ids)} tokens")
-        if position == len(self.token_ids):
-            self.token_ids.append(token_id)
-        elif self.token_ids[position] != token_id:
-            if position < self.num_prompt_tokens:
-                raise ValueError(
-                    f"request {self.req_id!r}: token {token_id} at {position}, {self.token_ids[position]} in its prompt"
-                )
-            self.num_drafts_replaced += 1
-            del self.token_ids[position:]
-            del self.digests[position:]
-            self.token_ids.append(token_id)
-        while len(self.digests) < len(self.token_ids):
-            at = len(self.digests)
-            before = self.digests[-1] if self.digests else self.identity
-            before += self.pictures.get(at, b"") + self.embeddings.get(at, b"")
-            self.digests.append(_chained(before, self.token_ids[at]))
 
 
 class ForwardTap:
@@ -148,20 +95,7 @@ class ForwardTap:
     def step_begins(self, scheduler_output: Any) -> None:
         """Meet the step's new requests. Before the forward."""
         for new in scheduler_output.scheduled_new_reqs:
-            embeddings = _embeddings_of(new)
-            prompt = [UNKNOWN_TOKEN_ID] * len(embeddings)
-            if new.prompt_token_ids is not None:
-                known = enumerate(new.prompt_token_ids)
-                prompt = [UNKNOWN_TOKEN_ID if at in embeddings else token_id for at, token_id in known]
-            self._requests[new.req_id] = TappedRequest(
-                new.req_id,
-                len(prompt),
-                skipped_tokens=new.num_computed_tokens,
-                token_ids=prompt,
-                identity=_adapter_of(new.lora_request),
-                pictures=_pictures_of(new.mm_features),
-                embeddings=embeddings,
-            )
+            self._requests[new.req_id] = TappedRequest.announced(new)
 
     def forward_done(self, runner: Any, outputs: Mapping[str, Any]) -> None:
         """Keep the rows of the forward that has just run. Before its outputs are used up by `sample_tokens`."""
@@ -224,45 +158,8 @@ def install_tap(runner: Any, *, layers: Iterable[int] = ()) -> ForwardTap:
     return tap
 
 
-def prefix_digests(token_ids: Iterable[int]) -> list[Digest]:
-    """The digest of every prefix of `token_ids`, shortest first."""
-    digests: list[Digest] = []
-    for token_id in token_ids:
-        digests.append(_chained(digests[-1] if digests else b"", int(token_id)))
-    return digests
-
-
-def _adapter_of(lora_request: Any) -> Digest:
-    if lora_request is None:
-        return b""
-    name = f"{lora_request.lora_int_id}:{lora_request.lora_name}".encode()
-    return hashlib.blake2b(name, digest_size=16).digest()
-
-
-def _pictures_of(mm_features: Iterable[Any]) -> dict[int, Digest]:
-    pictures = {}
-    for feature in mm_features or ():
-        place = feature.mm_position
-        for offset in range(place.length):
-            name = f"{feature.identifier}:{offset}".encode()
-            pictures[place.offset + offset] = hashlib.blake2b(name, digest_size=16).digest()
-    return pictures
-
-
 def _layer_outputs(runner: Any, names: Sequence[str]) -> Mapping[str, torch.Tensor]:
     return dict(zip(names, runner.execute_model_state.aux_hidden_states, strict=True)) if names else {}
-
-
-def _embeddings_of(new: Any) -> dict[int, Digest]:
-    if new.prompt_embeds is None:
-        return {}
-    tokens = new.prompt_is_token_ids or [False] * len(new.prompt_embeds)
-    rows = new.prompt_embeds.detach().cpu().contiguous()
-    return {
-        at: hashlib.blake2b(row.view(torch.uint8).numpy().tobytes(), digest_size=16).digest()
-        for at, (row, is_token) in enumerate(zip(rows, tokens, strict=True))
-        if not is_token
-    }
 
 
 def _remembering(
@@ -273,10 +170,6 @@ def _remembering(
         return last[0]
 
     return take_and_remember
-
-
-def _chained(before: Digest, token_id: int) -> Digest:
-    return hashlib.blake2b(before + token_id.to_bytes(8, "little", signed=True), digest_size=16).digest()
 
 
 def _flat(outputs: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:

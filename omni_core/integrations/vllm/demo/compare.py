@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 
 from omni_core.integrations.vllm.demo.job import ComparedRequest, DeliveredRequest
-from omni_core.integrations.vllm.tap import prefix_digests
+from omni_core.integrations.vllm.tapped_request import prefix_digests
 from omni_core.prefix_cache.config import HIDDEN_KEY
 from omni_core.sinks.rows import StoredRequest
 

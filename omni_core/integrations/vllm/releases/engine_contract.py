@@ -87,7 +87,7 @@ SCHEDULER_OUTPUT = (
     *_has("multimodal/inputs.py", "PlaceholderRange", "offset", "length"),
     *_has("v1/core/kv_cache_utils.py", "KVCacheBlockCopy", "src_block_id", "dst_block_id"),
 )
-"""What a step brings, read by `step_events.py` and `tap.py`."""
+"""What a step brings, read by `step_events.py`, `tap.py` and `tapped_request.py`."""
 
 MODEL_RUNNER = (
     EngineFact(_CPU_RUNNER, "CPUModelRunner", "GPUModelRunner", FactKind.BASE),
@@ -188,7 +188,7 @@ CONFIGURATION = (
     _takes(_KV, None, "get_kv_cache_spec_kind", "kv_cache_spec"),
     *_has("envs.py", None, "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION"),
 )
-"""What the gate is told, read by `stage_facts.py`, `stage.py` and `versions.py`."""
+"""What the gate is told, read by `stage_facts.py`, `stage.py`, `effective_block.py` and `versions.py`."""
 
 CLIENT = (
     _says("v1/engine/input_processor.py", "InputProcessor", "assign_request_id", "random_uuid():.8"),
