@@ -7,7 +7,7 @@ import pytest
 import torch
 from real_scheduler import import_simulation
 
-from omni_core.integrations.vllm.stage import effective_block
+from omni_core.integrations.vllm.effective_block import effective_block
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("default"), pytest.mark.timeout(300)]
 

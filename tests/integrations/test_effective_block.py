@@ -12,10 +12,10 @@ from omni_core.integrations.vllm.delivery.builder import StartedRequest
 from omni_core.integrations.vllm.effective_block import (
     BlockOfGroup,
     EffectiveBlock,
+    effective_block,
     warn_if_first_prompts_cannot_hit,
     warn_if_no_prompt_can_hit,
 )
-from omni_core.integrations.vllm.stage import effective_block
 
 BOUND_S = 20.0
 MAMBA_160 = EffectiveBlock(160, (BlockOfGroup("full_attention", 32), *[BlockOfGroup("mamba", 160)] * 3))

@@ -17,8 +17,10 @@ import logging
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from omni_core.integrations.vllm.delivery.built_step import StartedRequest
+from omni_core.integrations.vllm.versions import drops_block_of_hits, hit_alignment_tokens
 from omni_core.settings.sources import SECTION
 
 _LOG = logging.getLogger(__name__)
@@ -89,6 +91,32 @@ class EffectiveBlock:
         if any(group.kind == MAMBA_KIND for group in self.groups):
             return "set prefix_match_unit to a number that divides it, so that hits may end inside a Mamba block"
         return "pass a smaller block_size"
+
+
+def effective_block(kinds: Sequence[str], kv_cache_config: Any, vllm_config: Any) -> EffectiveBlock:
+    """What every hit of a stage is a whole number of.
+
+    Args:
+        kinds: kind of each KV-cache group.
+        kv_cache_config: vLLM's `KVCacheConfig`.
+        vllm_config: vLLM's `VllmConfig`.
+    """
+    groups = tuple(
+        BlockOfGroup(kind, int(group.kv_cache_spec.block_size))
+        for kind, group in zip(kinds, kv_cache_config.kv_cache_groups, strict=True)
+    )
+    alignment_tokens = hit_alignment_tokens(kv_cache_config, vllm_config)
+    dropped_tokens = 0
+    if drops_block_of_hits(vllm_config):
+        # Of every group, if vLLM could not tell which holds the draft's layers. What a Mamba group found stays whole.
+        drafts = [group.is_eagle_group for group in kv_cache_config.kv_cache_groups]
+        dropping = (
+            min(alignment_tokens, group.num_tokens)
+            for group, of_draft in zip(groups, drafts, strict=True)
+            if group.kind != MAMBA_KIND and (of_draft or not any(drafts))
+        )
+        dropped_tokens = max(dropping, default=0)
+    return EffectiveBlock(alignment_tokens, groups, dropped_tokens)
 
 
 def warn_if_no_prompt_can_hit(block: EffectiveBlock, max_model_len: int) -> bool:

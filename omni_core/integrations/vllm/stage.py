@@ -7,19 +7,13 @@ The same for every platform; a platform's worker class calls it and adds nothing
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
 from omni_core.integrations.vllm.adapter_files import AdapterFiles
 from omni_core.integrations.vllm.chosen_layers import ChosenLayers, check_layers
-from omni_core.integrations.vllm.effective_block import (
-    MAMBA_KIND,
-    BlockOfGroup,
-    EffectiveBlock,
-    warn_if_no_prompt_can_hit,
-)
+from omni_core.integrations.vllm.effective_block import effective_block, warn_if_no_prompt_can_hit
 from omni_core.integrations.vllm.runner_hooks import adopt_hooks
 from omni_core.integrations.vllm.session import StageSession
 from omni_core.integrations.vllm.stage_facts import KvGroups, cache_config, decide, stage_facts
@@ -28,11 +22,9 @@ from omni_core.integrations.vllm.tap import install_tap
 from omni_core.integrations.vllm.versions import (
     attention_group_kinds,
     block_table_block_size,
-    drops_block_of_hits,
     engine_lacks,
     engine_stop_rule,
     engine_version,
-    hit_alignment_tokens,
     is_output_rank,
     prefix_replay_tokens,
     request_ids_are_randomised,
@@ -148,29 +140,3 @@ def open_stage(
         session = StageSession(settings, decision, parts=parts, tap=tap, told_settings=resolved.plain())
         undo.pop_all()
     return session
-
-
-def effective_block(kinds: Sequence[str], kv_cache_config: Any, vllm_config: Any) -> EffectiveBlock:
-    """What every hit of a stage is a whole number of.
-
-    Args:
-        kinds: kind of each KV-cache group.
-        kv_cache_config: vLLM's `KVCacheConfig`.
-        vllm_config: vLLM's `VllmConfig`.
-    """
-    groups = tuple(
-        BlockOfGroup(kind, int(group.kv_cache_spec.block_size))
-        for kind, group in zip(kinds, kv_cache_config.kv_cache_groups, strict=True)
-    )
-    alignment_tokens = hit_alignment_tokens(kv_cache_config, vllm_config)
-    dropped_tokens = 0
-    if drops_block_of_hits(vllm_config):
-        # Of every group, if vLLM could not tell which holds the draft's layers. What a Mamba group found stays whole.
-        drafts = [group.is_eagle_group for group in kv_cache_config.kv_cache_groups]
-        dropping = (
-            min(alignment_tokens, group.num_tokens)
-            for group, of_draft in zip(groups, drafts, strict=True)
-            if group.kind != MAMBA_KIND and (of_draft or not any(drafts))
-        )
-        dropped_tokens = max(dropping, default=0)
-    return EffectiveBlock(alignment_tokens, groups, dropped_tokens)
