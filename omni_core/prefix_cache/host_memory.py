@@ -40,15 +40,23 @@ class Fit:
         return self.refusal is None and self.warning is None
 
 
-def judge_fit(sizes: StageSizes, host: HostMemory) -> Fit:
-    """Hold the plan of a stage against a host. Pure."""
+def judge_fit(sizes: StageSizes, host: HostMemory, *, room_for_every_key: bool = False) -> Fit:
+    """Hold the plan of a stage against a host. Pure.
+
+    Args:
+        sizes: the stage.
+        host: what it may use.
+        room_for_every_key: whether what is advised must also leave no `missing_row_bytes`.
+    """
     plan = sizes.plan()
 
-    def starts(changed: HostPlan) -> bool:
-        return start_problem(changed, host) is None
+    def starts(changed: StageSizes) -> bool:
+        return start_problem(changed.plan(), host) is None
 
-    def fits(changed: HostPlan) -> bool:
-        return starts(changed) and growth_problem(changed, host) is None
+    def fits(changed: StageSizes) -> bool:
+        if room_for_every_key and changed.missing_row_bytes:
+            return False
+        return starts(changed) and growth_problem(changed.plan(), host) is None
 
     alone = remedies(sizes, fits)
     return Fit(

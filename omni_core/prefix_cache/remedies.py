@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What to change when a stage does not fit: for each setting alone, or two, the largest values that do. Pure."""
+"""What to change when a stage does not fit: for each setting alone, or two, the largest values that do. Pure.
+
+Settings are lowered, but for `extra_row_bytes`: it is raised, to what a row of every key needs in staging.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +12,12 @@ from itertools import combinations
 from operator import attrgetter
 
 from omni_core.prefix_cache.config import PrefixCacheConfig
-from omni_core.prefix_cache.sizing import HostPlan, StageSizes
+from omni_core.prefix_cache.sizing import StageSizes
 
 MIN_NUM_BLOCKS = 2
 """The null block and one to use."""
 MIN_STAGING_DEPTH = 2
 """What the vLLM integration needs: one page is kept for a step that has to be given up."""
-
-
 _SHARES = 64
 """In so many steps two settings are lowered together."""
 
@@ -27,7 +28,7 @@ class Remedy:
 
     setting: str
     value: int
-    """The largest that fits."""
+    """The largest that fits; of `extra_row_bytes`, the least that is enough."""
     present: int
     how: str
     """Where an operator changes it."""
@@ -44,14 +45,14 @@ class _Knob:
     present: Callable[[StageSizes], int]
     changed: Callable[[StageSizes, int], StageSizes]
 
-    def largest_that_fits(self, sizes: StageSizes, fits: Callable[[HostPlan], bool]) -> int | None:
+    def largest_that_fits(self, sizes: StageSizes, fits: Callable[[StageSizes], bool]) -> int | None:
         """The largest value below the present one with which `sizes` fit, or `None`."""
         low, high = self.least, self.present(sizes)
-        if low >= high or not fits(self.changed(sizes, low).plan()):
+        if low >= high or not fits(self.changed(sizes, low)):
             return None
         while high - low > 1:
             middle = (low + high) // 2
-            low, high = (middle, high) if fits(self.changed(sizes, middle).plan()) else (low, middle)
+            low, high = (middle, high) if fits(self.changed(sizes, middle)) else (low, middle)
         return low
 
     def between(self, sizes: StageSizes, share: float) -> int:
@@ -139,37 +140,46 @@ _KNOBS = (
 )
 
 
-def remedies(sizes: StageSizes, fits: Callable[[HostPlan], bool]) -> tuple[Remedy, ...]:
+def remedies(sizes: StageSizes, fits: Callable[[StageSizes], bool]) -> tuple[Remedy, ...]:
     """Every setting that alone makes the stage fit, with the largest value that does; empty if it fits, or none does.
 
     Args:
         sizes: the stage.
-        fits: whether a plan fits; more memory never fits better.
+        fits: whether such a stage fits; more memory never fits better.
     """
-    if fits(sizes.plan()):
+    if fits(sizes):
         return ()
+    raised = (_row_room(sizes),) if fits(sizes.with_row_room) else ()
     found = ((knob, knob.largest_that_fits(sizes, fits)) for knob in _KNOBS)
-    return tuple(
-        Remedy(knob.setting, value, knob.present(sizes), knob.how) for knob, value in found if value is not None
-    )
+    lowered = (Remedy(knob.setting, value, knob.present(sizes), knob.how) for knob, value in found if value is not None)
+    return (*raised, *lowered)
 
 
-def remedy_pair(sizes: StageSizes, fits: Callable[[HostPlan], bool]) -> tuple[Remedy, ...]:
-    """Two settings that together make the stage fit, both changed by about the same share; empty if no two do.
+def remedy_pair(sizes: StageSizes, fits: Callable[[StageSizes], bool]) -> tuple[Remedy, ...]:
+    """Two settings that together make the stage fit; empty if no two do.
 
-    Neither can be raised by one while the other stays. Meant for a stage that no setting alone makes fit.
+    Room in staging for a row of every key, where it is missing, and what pays for it; or else two settings lowered by
+    about the same share. What is lowered cannot be raised by one while the other stays. Meant for a stage that no
+    setting alone makes fit.
 
     Args:
         sizes: the stage.
-        fits: whether a plan fits; more memory never fits better.
+        fits: whether such a stage fits; more memory never fits better.
     """
+    if sizes.missing_row_bytes and (paid_for := remedies(sizes.with_row_room, fits)):
+        return _row_room(sizes), paid_for[0]
     movable = [knob for knob in _KNOBS if knob.least < knob.present(sizes)]
     for one, other in combinations(movable, 2):
-        if fits(_both(sizes, one, other, 0.0).plan()):
+        if fits(_both(sizes, one, other, 0.0)):
             shares = (step / _SHARES for step in range(_SHARES, -1, -1))
-            share = next(share for share in shares if fits(_both(sizes, one, other, share).plan()))
+            share = next(share for share in shares if fits(_both(sizes, one, other, share)))
             return _raised(sizes, one, other, share, fits)
     return ()
+
+
+def _row_room(sizes: StageSizes) -> Remedy:
+    raised = sizes.with_row_room.config.extra_row_bytes
+    return Remedy("extra_row_bytes", raised, sizes.config.extra_row_bytes, "omni_core.extra_row_bytes")
 
 
 def _both(sizes: StageSizes, one: _Knob, other: _Knob, share: float) -> StageSizes:
@@ -177,7 +187,7 @@ def _both(sizes: StageSizes, one: _Knob, other: _Knob, share: float) -> StageSiz
 
 
 def _raised(
-    sizes: StageSizes, one: _Knob, other: _Knob, share: float, fits: Callable[[HostPlan], bool]
+    sizes: StageSizes, one: _Knob, other: _Knob, share: float, fits: Callable[[StageSizes], bool]
 ) -> tuple[Remedy, ...]:
     """Each as large as it may be while the other stays."""
     values = {one: one.between(sizes, share), other: other.between(sizes, share)}

@@ -151,6 +151,12 @@ class StageSizes:
         needed = sum(aligned_nbytes(config.max_num_tokens * nbytes) for nbytes in rows)
         return max(0, -(-(needed - config.staging_arena_bytes) // config.max_num_tokens))
 
+    @property
+    def with_row_room(self) -> StageSizes:
+        """The same stage with `extra_row_bytes` raised by `missing_row_bytes`."""
+        extra_row_bytes = self.config.extra_row_bytes + self.missing_row_bytes
+        return replace(self, config=replace(self.config, extra_row_bytes=extra_row_bytes))
+
     def plan(self) -> HostPlan:
         """The plan."""
         config = self.cache_config

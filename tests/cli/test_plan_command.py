@@ -154,6 +154,29 @@ def test_a_key_that_staging_has_no_room_for_is_told_with_the_setting_that_makes_
     ]
     assert plan(capsys, *wide, "--extra-row-bytes", "3968")[0] == 0
     assert plan(capsys, *wide, "--extra-row-bytes", "3967")[0] == 1
+    found = {remedy["setting"]: remedy["value"] for remedy in document["remedies"]}
+    assert found["extra_row_bytes"] == 3968
+    assert plan(capsys, *wide, "--max-num-tokens", str(found["max_num_tokens"]))[0] == 0
+    assert found.keys() == {"extra_row_bytes", "max_num_tokens"}
+
+
+def test_what_is_advised_also_leaves_room_in_staging(capsys):
+    wide = [*THINKER, "--key", "features:1024:float32", "--host-bytes", "4 GiB"]
+    status, document = plan(capsys, *wide)
+    assert (status, len(document["problems"]), document["remedies"]) == (1, 2, [])
+    assert document["advice"].startswith("No single setting makes it fit")
+    assert [remedy["setting"] for remedy in document["remedy_pair"]] == ["extra_row_bytes", "sink_bytes"]
+    room, sink = (f"--{one['setting'].replace('_', '-')}={one['value']}" for one in document["remedy_pair"])
+    assert plan(capsys, *wide, room, sink)[0] == 0
+    assert plan(capsys, *wide, room)[0] == plan(capsys, *wide, sink)[0] == 1
+
+
+def test_memory_that_room_in_staging_would_need_is_counted(capsys):
+    wide = [*THINKER, "--key", "features:1024:float32"]
+    _, without_room = plan(capsys, *wide, *ROOMY)
+    status, document = plan(capsys, *wide, "--host-bytes", str(without_room["most_on_host_bytes"]))
+    assert (status, len(document["problems"])) == (1, 1)
+    assert [remedy["setting"] for remedy in document["remedies"]] == ["max_num_tokens"], "not extra_row_bytes alone"
 
 
 def test_settings_come_from_the_environment_too_and_arguments_win(capsys, monkeypatch):

@@ -68,8 +68,9 @@ def _report(args: argparse.Namespace) -> PlanReport:
     if engine is not None and engine.stages:
         return _live_report(args, engine, settings, host)
     stage = planned_stage(args, settings, model, engine)
-    fit = judge_fit(stage.sizes, host)
-    problems = tuple(problem for problem in (fit.refusal, fit.warning) if problem is not None)
+    fit = judge_fit(stage.sizes, host, room_for_every_key=True)
+    found = (fit.refusal, fit.warning, _staging_problem(stage.sizes))
+    problems = tuple(problem for problem in found if problem is not None)
     notes = stage.notes if engine is None else (*stage.notes, f"no live figures of {engine.url}: {engine.no_stages}")
     return PlanReport(
         sizes=stage.sizes,
@@ -78,8 +79,8 @@ def _report(args: argparse.Namespace) -> PlanReport:
         sources=stage.sources,
         host=host,
         first_save=_first_save(fit.plan, step_row_bytes=_step_row_bytes(stage.sizes)),
-        problems=(*problems, *_staging_problem(stage.sizes)),
-        ways=WaysOut() if fit.fits else _ways_out(fit),
+        problems=problems,
+        ways=_ways_out(fit) if problems else WaysOut(),
         notes=notes,
     )
 
@@ -151,12 +152,10 @@ def _step_row_bytes(sizes: StageSizes) -> int:
     return sizes.config.max_num_tokens * sum(sizes.stored_row_bytes.values())
 
 
-def _staging_problem(sizes: StageSizes) -> tuple[str, ...]:
-    missing = sizes.missing_row_bytes
-    if not missing:
-        return ()
-    present = sizes.config.extra_row_bytes
+def _staging_problem(sizes: StageSizes) -> str | None:
+    if not sizes.missing_row_bytes:
+        return None
     return (
-        f"a largest step with a row of every key has no room in a staging page: raise extra_row_bytes from {present} "
-        f"to {present + missing}",
+        "a largest step with a row of every key has no room in a staging page: raise extra_row_bytes from "
+        f"{sizes.config.extra_row_bytes} to {sizes.with_row_room.config.extra_row_bytes}"
     )
