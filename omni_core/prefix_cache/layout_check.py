@@ -93,13 +93,14 @@ class LayoutChecker:
 
 
 def _are_flat_integers(layout: StepLayout) -> bool:
-    starts, positions, slots = layout.starts, layout.positions, layout.slots
+    starts, positions, slots, drafts = layout.starts, layout.positions, layout.slots, layout.num_draft_tokens
     try:
         return (
             starts.ndim == positions.ndim == slots.ndim == 1
             and starts.dtype.kind in "iu"
             and positions.dtype.kind in "iu"
             and slots.dtype.kind in "iu"
+            and (drafts is None or (drafts.ndim == 1 and drafts.dtype.kind in "iu"))
         )
     except AttributeError:  # no arrays
         return False
@@ -107,6 +108,8 @@ def _are_flat_integers(layout: StepLayout) -> bool:
 
 def _not_flat_integers(layout: StepLayout) -> LayoutMismatchError:
     arrays = {"starts": layout.starts, "positions": layout.positions, "slots": layout.slots}
+    if layout.num_draft_tokens is not None:
+        arrays["num_draft_tokens"] = layout.num_draft_tokens
     told = ", ".join(f"{name} is {_kind(array)}" for name, array in arrays.items())
     return LayoutMismatchError(f"layout: {told}; make each a flat numpy array of integers")
 

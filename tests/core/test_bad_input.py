@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Wrong calls: each has an error of its own, raised before anything is changed, and the right call still works."""
 
+import copy
 import dataclasses
 
 import numpy as np
@@ -32,9 +33,8 @@ from omni_core.prefix_cache.slot_table import SlotTable
 
 def changed(rig, **fields):
     layout = rig.layout()
-    return dataclasses.replace(
-        layout, **{name: change(getattr(layout, name).copy()) for name, change in fields.items()}
-    )
+    values = {name: change(copy.copy(getattr(layout, name))) for name, change in fields.items()}
+    return dataclasses.replace(layout, **values)
 
 
 def at(index, value):
@@ -59,6 +59,8 @@ BAD_LAYOUTS = {
     "slots-of-two-dimensions": ({"slots": lambda array: array[:, None]}, LayoutMismatchError, r"slots is .*\(5, 1\)"),
     "positions-as-a-list": ({"positions": list}, LayoutMismatchError, "positions is a list.*make each a flat"),
     "starts-as-floats": ({"starts": lambda array: array.astype(float)}, LayoutMismatchError, "starts is .* float64"),
+    "drafts-as-a-list": ({"num_draft_tokens": lambda _: [0, 0]}, LayoutMismatchError, "num_draft_tokens is a list"),
+    "drafts-as-floats": ({"num_draft_tokens": lambda _: np.zeros(2)}, LayoutMismatchError, "_tokens is .* float64"),
     "position-beyond-the-cache": (
         {"positions": lambda array: array + 64},
         LayoutMismatchError,
