@@ -98,9 +98,11 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.parametrize("deferred", [False, True])
 @pytest.mark.parametrize("make", LAYOUTS.values(), ids=LAYOUTS)
-def test_rows_are_right_however_they_lie_in_memory_and_whatever_mode_made_them(make_rig, make):
-    rig = make_rig(keys=CODES, policy=ModelCachePolicy(token_keys={"codes"}), staging_depth=DEPTH, block_size=16)
+def test_rows_are_right_however_they_lie_in_memory_and_whatever_mode_made_them(make_rig, make, deferred):
+    policy = ModelCachePolicy(**{"deferred_keys" if deferred else "token_keys": {"codes"}})
+    rig = make_rig(keys=CODES, policy=policy, staging_depth=DEPTH, block_size=16)
     rig.run(new("A", [1, 2], run=2)).release()
     for number in range(2, 2 + 3 * DEPTH, 2):
         with torch.inference_mode(number % 4 == 0):
