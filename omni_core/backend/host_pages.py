@@ -22,6 +22,8 @@ _MAP_NORESERVE = 0x4000
 """Linux's flag, from `mman-linux.h`; Python names it from 3.13 on."""
 _MADV_POPULATE_WRITE = 23
 """Linux 5.14, from `mman-common.h`: prefault pages writable, keeping what is in them."""
+_REFUSALS = frozenset({errno.ENOMEM, errno.EFAULT})
+"""Of `MADV_POPULATE_WRITE`: there is no memory. Anything else means that this way of asking is not to be had here."""
 _RESIDENT_CHUNK_BYTES = 1 << 30
 _DEFAULT_PROBE_BYTES = 32 << 20
 
@@ -54,10 +56,6 @@ def reserve_pages(nbytes: int, *, overcommit: bool) -> torch.Tensor:
             reserved.madvise(mmap.MADV_NOHUGEPAGE)
     with torch.inference_mode(False):  # an inference tensor could not be written by other threads
         return torch.frombuffer(reserved, dtype=torch.uint8)
-
-
-_REFUSALS = frozenset({errno.ENOMEM, errno.EFAULT})
-"""Of `MADV_POPULATE_WRITE`: there is no memory. Anything else means that this way of asking is not to be had here."""
 
 
 def commit_pages(pages: torch.Tensor) -> None:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 _UNLIMITED_FROM_BYTES = 1 << 60
 """cgroup v1 writes "no limit" as a number near 2**63."""
+_MAX_DIGITS = 20
+"""No count of bytes is longer."""
 _PROC = Path("/proc")
 _CGROUPS = Path("/sys/fs/cgroup")
 
@@ -38,10 +40,6 @@ class HostMemory:
             return self
         source = f"{self.available.source}, with the {taken_bytes} that this cache has already"
         return replace(self, available=HostLimit(self.available.nbytes + taken_bytes, source))
-
-
-_MAX_DIGITS = 20
-"""No count of bytes is longer."""
 
 
 @dataclass(frozen=True, slots=True)

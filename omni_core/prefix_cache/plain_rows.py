@@ -19,7 +19,7 @@ NOTHING: Mapping[str, Any] = MappingProxyType({})
 class PlainRows(Mapping[str, RequestRows]):
     """Request id → rows. What describes a request is made when the first request is looked at.
 
-    To be read by one thread at a time.
+    Any thread may read. Two that look first at the same moment both make it, equal.
     """
 
     __slots__ = ("_columns", "_positions", "_req_ids", "_rows", "_starts")

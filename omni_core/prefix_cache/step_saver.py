@@ -76,7 +76,7 @@ class StepSaver:
 
     def forget_places(self) -> None:
         """The staging memory is gone: keep no view of it. No step is saved meanwhile or later."""
-        self._classifier = OutputClassifier(self._config, self._policy)
+        self.use(self._policy)
 
     def save(
         self,
