@@ -6,12 +6,13 @@ A part stands between `<!-- generated: NAME -->` and `<!-- end of NAME -->`. `te
 
 import ast
 import inspect
-import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+
+from marked_block import with_block
 
 from omni_core.prefix_cache.task import LEGAL_MOVES, TaskState
 
@@ -204,17 +205,10 @@ PARTS = {
 
 
 def rendered(page: str) -> str:
-    """The page with every generated part as it should be.
-
-    Raises:
-        KeyError: the page names a part that is not generated.
-    """
-
-    def fill(match: re.Match[str]) -> str:
-        name = match.group(1)
-        return f"<!-- generated: {name} -->\n\n{PARTS[name]()}\n\n<!-- end of {name} -->"
-
-    return re.sub(r"<!-- generated: (\S+) -->.*?<!-- end of \1 -->", fill, page, flags=re.DOTALL)
+    """The page with every generated part as it should be."""
+    for name, part in PARTS.items():
+        page = with_block(page, name, part())
+    return page
 
 
 def main() -> None:

@@ -9,10 +9,10 @@ page is written again from the committed figures. `tests/docs` compares page, RE
 
 import argparse
 import json
-import re
 from pathlib import Path
 
 from catalogue import FEATURES, Feature
+from marked_block import with_block
 
 REPOSITORY = Path(__file__).parents[1]
 FIGURES = REPOSITORY / "docs" / "measurements" / "feature-matrix.json"
@@ -65,12 +65,6 @@ def readme_table(figures: dict[str, dict]) -> str:
     return "\n".join(lines)
 
 
-def with_table(readme: str, table: str) -> str:
-    """README with the block replaced."""
-    marks = r"(<!-- generated: feature matrix -->\n).*?(<!-- end of feature matrix -->)"
-    return re.sub(marks, lambda found: f"{found[1]}\n{table}\n\n{found[2]}", readme, flags=re.DOTALL)
-
-
 def _line(feature: Feature, figure: dict) -> str:
     served = figure["status"] == "right"
     exact = "yes" if feature.exact and served else ""
@@ -89,7 +83,8 @@ def main() -> None:
         collect(chosen.results)
     figures = json.loads(FIGURES.read_text(encoding="utf-8"))
     PAGE.write_text(page(figures), encoding="utf-8")
-    README.write_text(with_table(README.read_text(encoding="utf-8"), readme_table(figures)), encoding="utf-8")
+    readme = README.read_text(encoding="utf-8")
+    README.write_text(with_block(readme, "feature matrix", readme_table(figures)), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -4,9 +4,9 @@
 The table stands between two marks. `tests/docs` compares it with the rules.
 """
 
-import re
-import sys
 from pathlib import Path
+
+from marked_block import with_block
 
 from omni_core.prefix_cache.gate import GATE_RULES
 
@@ -24,26 +24,13 @@ def table() -> str:
 
 
 def rendered(page: str) -> str:
-    """The page with the table as it should be.
-
-    Raises:
-        ValueError: the page does not have the two marks once.
-    """
-    marks = r"(<!-- generated: gate -->\n).*?(<!-- end of gate -->)"
-    filled, count = re.subn(marks, lambda found: f"{found[1]}\n{table()}\n\n{found[2]}", page, flags=re.DOTALL)
-    if count != 1:
-        raise ValueError(f"{PAGE.name} has {count} places for the gate's table; it needs one")
-    return filled
+    """The page with the table as it should be."""
+    return with_block(page, "gate", table())
 
 
 def _cell(text: str) -> str:
     return text.replace("|", "\\|")
 
 
-def main() -> None:
-    """Write the page."""
-    PAGE.write_text(rendered(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    PAGE.write_text(rendered(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

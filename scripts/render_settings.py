@@ -7,14 +7,14 @@
 """
 
 import json
-import re
 from pathlib import Path
+
+from marked_block import with_block
 
 from omni_core.settings.setting import Place, Setting
 from omni_core.settings.stage_settings import SCHEMA
 
 PAGE = Path(__file__).parents[1] / "docs" / "settings.md"
-_MARKS = re.compile(r"(<!-- generated: settings -->\n).*?(<!-- end of settings -->)", re.DOTALL)
 
 
 def table() -> str:
@@ -23,12 +23,9 @@ def table() -> str:
     return "\n".join(lines)
 
 
-def with_table(page: str) -> str:
-    """The page with its block replaced."""
-    written, count = _MARKS.subn(lambda found: f"{found[1]}\n{table()}\n\n{found[2]}", page)
-    if count != 1:
-        raise SystemExit(f"{PAGE} has {count} places for the table, marked as {_MARKS.pattern!r}; it needs one")
-    return written
+def rendered(page: str) -> str:
+    """The page with the table as it should be."""
+    return with_block(page, "settings", table())
 
 
 def _line(one: Setting) -> str:
@@ -42,4 +39,4 @@ def _line(one: Setting) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(with_table(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    PAGE.write_text(rendered(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

@@ -1,33 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """The page on threads and locks says what is in the source: generated parts are current, locks and threads named."""
 
-import importlib.util
 import re
 import threading
 from collections import Counter
-from pathlib import Path
 
 import pytest
+import render_concurrency
 
 from omni_core.runtime import ThreadingRuntime
 from omni_core.testing import WorkloadConfig, run_workload
 
-REPOSITORY = Path(__file__).parents[2]
 HOW_TO = "run `python scripts/render_concurrency.py`"
 
 
 @pytest.fixture(scope="module")
-def renderer():
-    path = REPOSITORY / "scripts" / "render_concurrency.py"
-    spec = importlib.util.spec_from_file_location("render_concurrency", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture(scope="module")
-def page(renderer):
-    return renderer.PAGE.read_text(encoding="utf-8")
+def page():
+    return render_concurrency.PAGE.read_text(encoding="utf-8")
 
 
 def first_cells(page, header):
@@ -36,40 +25,40 @@ def first_cells(page, header):
     return [[set(re.findall(r"`([^`]+)`", cell)) for cell in row.split("|")[1:-1]] for row in table]
 
 
-def test_the_generated_parts_are_current(renderer, page):
-    assert set(re.findall(r"<!-- generated: (\S+) -->", page)) == set(renderer.PARTS)
-    assert renderer.rendered(page) == page, HOW_TO
+def test_the_generated_parts_are_current(page):
+    assert set(re.findall(r"<!-- generated: (\S+) -->", page)) == set(render_concurrency.PARTS)
+    assert render_concurrency.rendered(page) == page, HOW_TO
 
 
-def test_the_picture_of_the_states_is_current(renderer):
-    assert renderer.PICTURE.read_text(encoding="utf-8") == renderer.states_svg(), HOW_TO
+def test_the_picture_of_the_states_is_current():
+    assert render_concurrency.PICTURE.read_text(encoding="utf-8") == render_concurrency.states_svg(), HOW_TO
 
 
-def test_a_stale_page_is_noticed(renderer, page):
-    for name in renderer.PARTS:
+def test_a_stale_page_is_noticed(page):
+    for name in render_concurrency.PARTS:
         stale = re.sub(rf"(<!-- generated: {name} -->\n\n.*?\n)[^\n]+\n", r"\1", page, count=1, flags=re.DOTALL)
         assert stale != page
-        assert renderer.rendered(stale) == page
+        assert render_concurrency.rendered(stale) == page
 
 
-def test_every_state_is_explained(renderer):
-    assert set(renderer.state_meanings()) == set(renderer.TaskState)
-    assert all(renderer.state_meanings().values())
+def test_every_state_is_explained():
+    assert set(render_concurrency.state_meanings()) == set(render_concurrency.TaskState)
+    assert all(render_concurrency.state_meanings().values())
 
 
-def test_every_thread_is_in_the_table(renderer, page):
+def test_every_thread_is_in_the_table(page):
     named = {name for row in first_cells(page, "| Thread | Runs |") for name in row[0]}
-    assert named == renderer.named("spawn")
+    assert named == render_concurrency.named("spawn")
 
 
-def test_every_lock_and_condition_is_in_the_table(renderer, page):
+def test_every_lock_and_condition_is_in_the_table(page):
     rows = first_cells(page, "| Lock | Guards |")
-    assert {name for row in rows for name in row[0]} == renderer.named("lock")
-    assert {name for row in rows for name in row[2]} == renderer.named("condition")
+    assert {name for row in rows for name in row[0]} == render_concurrency.named("lock")
+    assert {name for row in rows for name in row[2]} == render_concurrency.named("condition")
 
 
-def test_every_wait_of_a_caller_is_bounded(renderer):
-    unbounded = [row for row in renderer.waits_table().splitlines() if "no bound" in row]
+def test_every_wait_of_a_caller_is_bounded():
+    unbounded = [row for row in render_concurrency.waits_table().splitlines() if "no bound" in row]
     assert [re.search(r"`(\w+\.\w+\.\w+)`", row).group(1) for row in unbounded] == [
         "committer.Committer._run",
         "prefetcher.Prefetcher._run",
