@@ -15,6 +15,7 @@ from operation_counts import (
     TorchCounts,
     WatchedRuntime,
     no_garbage_collection,
+    prepare_torch_counting,
     profiled_calls,
     torch_operations,
 )
@@ -108,6 +109,7 @@ class CountedRuntime(WatchedRuntime):
     """Counts what each thread does: a caller's inside `metered()`, a helper's from its first line."""
 
     def __init__(self) -> None:
+        prepare_torch_counting()
         super().__init__()
         self._helpers: dict[str, Meter] = {}
 

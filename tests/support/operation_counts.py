@@ -7,15 +7,15 @@ import gc
 import sys
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from types import CodeType, FrameType, ModuleType
 
 import torch
 from controlled_runtime import ControlledRuntime, TrackedCondition
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 _INLINED_LATER = frozenset({"<listcomp>", "<setcomp>", "<dictcomp>"})
 """Comprehensions are frames of their own before Python 3.12 only."""
@@ -113,16 +113,22 @@ class _TorchCounter(TorchDispatchMode):
         self._counts = counts
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        known = {_storage(leaf) for leaf in tree_leaves((args, kwargs or {})) if isinstance(leaf, torch.Tensor)}
+        known = _storages((*args, *(kwargs or {}).values()))
         result = func(*args, **(kwargs or {}))
         self._counts.ops[str(func.overloadpacket)] += 1
-        made = {_storage(leaf) for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)}
-        self._counts.new_storages += len(made - known)
+        self._counts.new_storages += len(_storages((result,)) - known)
         return result
 
 
-def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+def _storages(values: Iterable[object]) -> set[int]:
+    """Of the tensors among arguments or results of an operation, and in lists among them. Cheap: it runs profiled."""
+    found: set[int] = set()
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.add(value.untyped_storage().data_ptr())
+        elif isinstance(value, list | tuple):
+            found |= _storages(value)
+    return found
 
 
 @contextmanager
@@ -131,6 +137,13 @@ def torch_operations() -> Iterator[TorchCounts]:
     counts = TorchCounts()
     with _TorchCounter(counts):
         yield counts
+
+
+@cache
+def prepare_torch_counting() -> None:
+    """Let torch import what it needs to show its operations: some hundred modules, slow under a profiler."""
+    with torch_operations():
+        torch.zeros(1)
 
 
 class WatchedRuntime(ControlledRuntime):
