@@ -4,13 +4,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from collections.abc import Iterable, Iterator
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
+from omni_core.cli.plain_json import loads_without_repeats
 from omni_core.settings.errors import SettingsError
 from omni_core.settings.resolve import ResolvedSettings, resolve
 from omni_core.settings.sources import CONFIG_FILE_VARIABLE, GivenValue, from_additional_config, from_flags
@@ -46,18 +45,9 @@ def _from_arguments(args: argparse.Namespace) -> Iterator[GivenValue]:
     yield from from_flags(args.set)
     if args.additional_config is not None:
         try:
-            additional_config = json.loads(args.additional_config, object_pairs_hook=_without_repeats)
-        except (ValueError, RecursionError) as error:
+            additional_config = loads_without_repeats(args.additional_config)
+        except ValueError as error:
             raise SettingsError(f"--additional-config is not JSON: {error}") from error
         if not isinstance(additional_config, dict):
             raise SettingsError(f"--additional-config is not a JSON object but {args.additional_config}")
         yield from from_additional_config(additional_config)
-
-
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object; Python would keep the last of two members of one name without a word."""
-    members = dict(pairs)
-    if len(members) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} is given twice")
-    return members

@@ -98,7 +98,7 @@ class WholeNumber(Kind[int]):
         return f"an integer of at least {self._at_least} and below 2**63"
 
     def from_value(self, value: Any) -> int:
-        self._require(_is_int(value) and self._at_least <= value < _LIMIT)
+        self._require(is_whole(value) and self._at_least <= value < _LIMIT)
         return int(value)
 
     def from_text(self, text: str) -> int:
@@ -124,7 +124,7 @@ class ByteCount(Kind[int]):
     def from_value(self, value: Any) -> int:
         if isinstance(value, str):
             return self.from_text(value)
-        self._require(_is_int(value) and self._at_least <= value < _LIMIT and value % self._multiple_of == 0)
+        self._require(is_whole(value) and self._at_least <= value < _LIMIT and value % self._multiple_of == 0)
         return int(value)
 
     def from_text(self, text: str) -> int:
@@ -146,7 +146,7 @@ class Seconds(Kind[float]):
     rule = f"a number of seconds above 0 and at most {MAX_TIMEOUT_S}"
 
     def from_value(self, value: Any) -> float:
-        self._require((_is_int(value) or isinstance(value, float)) and 0 < value <= MAX_TIMEOUT_S)
+        self._require((is_whole(value) or isinstance(value, float)) and 0 < value <= MAX_TIMEOUT_S)
         return float(value)
 
     def from_text(self, text: str) -> float:
@@ -260,7 +260,7 @@ class LayerNumbers(Kind[tuple[int, ...]]):
     rule = "a list of different layer numbers of at least 0"
 
     def from_value(self, value: Any) -> tuple[int, ...]:
-        self._require(isinstance(value, list | tuple) and all(_is_int(one) and one >= 0 for one in value))
+        self._require(isinstance(value, list | tuple) and all(is_whole(one) and one >= 0 for one in value))
         self._require(len(set(value)) == len(value))
         return tuple(sorted(value))
 
@@ -274,7 +274,8 @@ class LayerNumbers(Kind[tuple[int, ...]]):
         return list(value)
 
 
-def _is_int(value: Any) -> bool:
+def is_whole(value: Any) -> bool:
+    """Whether `value` is an integer and no truth value."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 

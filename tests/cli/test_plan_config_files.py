@@ -64,7 +64,7 @@ def test_a_field_of_another_kind_is_named_with_its_value(capsys, tmp_path, chang
         ("[" * 100_000, "it is nested too deeply"),
         ('{"a":' * 100_000, "it is nested too deeply"),
         ('{"a":' * 900 + "1" + "}" * 900, "has no stage with"),
-        ('{"hidden_size": 64, "hidden_size": 128}', "'hidden_size' stands twice in one object"),
+        ('{"hidden_size": 64, "hidden_size": 128}', "'hidden_size' is given twice in one object"),
         ('{"hidden_size": ' + "9" * 5000 + "}", "Exceeds the limit"),
         ("\ufeff{}", "Unexpected UTF-8 BOM"),
         (json.dumps({"a.b": SMOLLM2_135M, "a": {"b": SMOLLM2_135M}}), "two stages are both called a.b"),

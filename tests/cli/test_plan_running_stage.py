@@ -2,13 +2,11 @@
 """`omni-core plan --server`: a stage that may outgrow its host is told what to change, by its own settings."""
 
 import json
-import threading
-from contextlib import contextmanager
 from dataclasses import asdict
-from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 import torch
+from vllm_server import vllm_server
 
 from omni_core.cli.main import main
 from omni_core.prefix_cache.config import PrefixCacheConfig
@@ -30,36 +28,6 @@ GEOMETRY = {
 }
 
 
-@contextmanager
-def server(stage):
-    """A vLLM server in development mode, of one worker that answers `stage`."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self):
-            self.answer(METRICS)
-
-        def do_POST(self):
-            self.answer(json.dumps({"results": [stage]}))
-
-        def answer(self, text):
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(text.encode())))
-            self.end_headers()
-            self.wfile.write(text.encode())
-
-        def log_message(self, *args):
-            return None
-
-    with HTTPServer(("127.0.0.1", 0), Handler) as served:
-        thread = threading.Thread(target=served.serve_forever)
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{served.server_port}"
-        finally:
-            served.shutdown()
-            thread.join()
-
-
 def running(**settings):
     """A stage that keeps hidden rows and one layer's."""
     told = {"layers": [3], "sink_queue_bytes": 12_345, "sink_options": {"max_bytes": 1 << 30}} | settings
@@ -74,7 +42,7 @@ def running(**settings):
 
 
 def plan(capsys, stage, *arguments):
-    with server(stage) as url:
+    with vllm_server(METRICS, [stage]) as url:
         status = main(["plan", "--server", url, *arguments, "--caches-per-host", "1", "--format", "json"])
         document = json.loads(capsys.readouterr().out)
         main(["plan", "--server", url, *arguments, "--caches-per-host", "1"])
@@ -120,12 +88,13 @@ def test_rows_that_were_committed_at_start_are_told_as_such(capsys):
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"settings": {"staging_depth": {"value": "many"}}}, "the running stage's staging_depth: "),
+        ({"settings": {"staging_depth": {"value": "many"}}}, "the running stage's staging_depth: 'many' must be "),
+        ({"settings": {"sink_queue_bytes": {"value": "x"}}}, "the running stage's sink_queue_bytes: 'x' must be "),
         ({"geometry": GEOMETRY | {"hidden_dtype": "float23"}}, "hidden_dtype is 'float23'"),
         ({"geometry": GEOMETRY | {"num_blocks": "100"}}, "geometry: num_blocks='100'"),
     ],
 )
 def test_what_cannot_be_understood_is_wrong_usage(capsys, changed, said):
-    with server(running() | changed) as url:
+    with vllm_server(METRICS, [running() | changed]) as url:
         assert main(["plan", "--server", url, "--host-bytes", "1 MiB"]) == 2
     assert said in capsys.readouterr().err

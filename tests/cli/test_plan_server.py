@@ -2,13 +2,11 @@
 """`omni-core plan --server`: the blocks of any vLLM server, and what a running stage has really allocated."""
 
 import json
-import threading
-from contextlib import contextmanager
 from dataclasses import asdict
-from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 import torch
+from vllm_server import vllm_server
 
 from omni_core.cli.main import main
 from omni_core.prefix_cache.config import HIDDEN_KEY, PrefixCacheConfig
@@ -35,40 +33,6 @@ OFF = {"gate": {"status": "ignored", "reason": "not the output rank"}}
 STAGE_FLAGS = ["--hidden-size", "64", "--dtype", "float32", "--host-bytes", "64 GiB"]
 
 
-@contextmanager
-def server(metrics=METRICS, rpc=404):
-    """`rpc`: the answers of the workers, or an HTTP status."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self):
-            self.answer(200 if self.path == "/metrics" else 404, metrics)
-
-        def do_POST(self):
-            asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            assert (self.path, asked) == ("/collective_rpc", {"method": "omni_core_report"})
-            if isinstance(rpc, int):
-                self.answer(rpc, "no")
-            else:
-                self.answer(200, json.dumps({"results": rpc}))
-
-        def answer(self, status, text):
-            self.send_response(status)
-            self.end_headers()
-            self.wfile.write(text.encode())
-
-        def log_message(self, *args):
-            return None
-
-    with HTTPServer(("127.0.0.1", 0), Handler) as served:
-        thread = threading.Thread(target=served.serve_forever)
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{served.server_port}"
-        finally:
-            served.shutdown()
-            thread.join()
-
-
 def plan(capsys, url, *arguments):
     status = main(["plan", "--server", url, *arguments, "--format", "json"])
     return status, json.loads(capsys.readouterr().out)
@@ -84,7 +48,7 @@ def plan(capsys, url, *arguments):
     ],
 )
 def test_any_vllm_server_tells_its_blocks_and_what_is_missing_is_said(capsys, rpc, said):
-    with server(rpc=rpc) as url:
+    with vllm_server(METRICS, rpc) as url:
         status, document = plan(capsys, url, *STAGE_FLAGS)
     assert status == 0
     assert document["live"] is False
@@ -95,7 +59,7 @@ def test_any_vllm_server_tells_its_blocks_and_what_is_missing_is_said(capsys, rp
 
 
 def test_a_running_stage_tells_exactly_what_it_has_allocated(capsys):
-    with server(rpc=[OFF, STAGE]) as url:
+    with vllm_server(METRICS, [OFF, STAGE]) as url:
         status, document = plan(capsys, url, "--host-bytes", "64 GiB")
         _, text = main(["plan", "--server", url, "--host-bytes", "64 GiB"]), capsys.readouterr().out
     assert (status, document["live"]) == (0, True)
@@ -108,7 +72,7 @@ def test_a_running_stage_tells_exactly_what_it_has_allocated(capsys):
 
 
 def test_a_running_stage_that_may_outgrow_its_host_is_status_1(capsys):
-    with server(rpc=[STAGE]) as url:
+    with vllm_server(METRICS, [STAGE]) as url:
         status, document = plan(capsys, url, "--host-bytes", "100 MiB")
     assert status == 1
     assert "can come to" in document["problems"][0]
@@ -122,7 +86,7 @@ def test_a_running_stage_that_may_outgrow_its_host_is_status_1(capsys):
     ],
 )
 def test_a_server_that_tells_no_blocks_is_wrong_usage(capsys, metrics, said):
-    with server(metrics=metrics) as url:
+    with vllm_server(metrics) as url:
         assert main(["plan", "--server", url, *STAGE_FLAGS]) == 2
     assert said in capsys.readouterr().err
 
@@ -145,14 +109,14 @@ def test_what_is_no_address_of_a_server_is_told(capsys, url):
 
 
 def test_engines_that_were_not_heard_are_counted_and_said(capsys):
-    with server(rpc=[OFF, STAGE]) as url:
+    with vllm_server(METRICS, [OFF, STAGE]) as url:
         _, live = plan(capsys, url, "--host-bytes", "64 GiB")
         _, told = plan(capsys, url, "--host-bytes", "64 GiB", "--caches-per-host", "1")
     assert live["caches_per_host"] == 2
     assert "the server has 2 engines, and one answered, with 1 cache" in live["notes"][1]
     assert "give --caches-per-host" in live["notes"][1]
     assert (told["caches_per_host"], len(told["notes"])) == (1, 1)
-    with server() as url:
+    with vllm_server(METRICS) as url:
         _, planned = plan(capsys, url, *STAGE_FLAGS)
     assert planned["caches_per_host"] == 2
     assert "and none told its caches" in planned["notes"][0]
@@ -160,14 +124,14 @@ def test_engines_that_were_not_heard_are_counted_and_said(capsys):
 
 def test_the_largest_of_several_caches_is_shown(capsys):
     small = {**STAGE, "cache": {"memory": {**asdict(MEMORY), "pool_bytes": {HIDDEN_KEY: 1}}}}
-    with server(rpc=[small, STAGE]) as url:
+    with vllm_server(METRICS, [small, STAGE]) as url:
         _, document = plan(capsys, url, "--host-bytes", "64 GiB")
     assert document["cache"] == asdict(MEMORY)
     assert document["caches_per_host"] == 4
 
 
 def test_arguments_that_a_running_stage_stands_in_for_are_named(capsys):
-    with server(rpc=[STAGE]) as url:
+    with vllm_server(METRICS, [STAGE]) as url:
         _, document = plan(capsys, url, *STAGE_FLAGS, "--key", "codes:1:int64", "--staging-depth", "3")
     said = document["notes"][-1]
     assert said.startswith("not used, because the running stage tells its own figures: ")

@@ -153,7 +153,6 @@ def live(memory=MEMORY, **report):
         (live([1]), "a worker's cache.memory is [1]"),
         (live({}), "a worker's cache.memory has no staging_bytes"),
         (live(settings="x"), "a worker's settings is 'x'"),
-        (live(settings={"sink_queue_bytes": {"value": "x"}}), "a worker's sink_queue_bytes is 'x'"),
         (live(MEMORY | {"staging_bytes": -5}), "a worker's staging_bytes is -5, no number of bytes"),
         (live(MEMORY | {"staging_bytes": 1.5}), "a worker's staging_bytes is 1.5"),
         (live(MEMORY | {"staging_bytes": True}), "a worker's staging_bytes is True"),

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from omni_core.cli.plan.errors import PlanInputError
+from omni_core.settings.kinds import is_whole
 
 MAX_COUNT = (1 << 63) - 1
 """Above it no count of anything is meant."""
@@ -74,8 +75,3 @@ class ConfigFields:
     def wrong(self, name: str, rule: str) -> PlanInputError:
         """The error for a field that breaks its rule."""
         return PlanInputError(f"{self.source}: {name} is {reprlib.repr(self.section.get(name))}; it must be {rule}")
-
-
-def is_whole(value: Any) -> bool:
-    """Whether `value` is an integer and no truth value."""
-    return isinstance(value, int) and not isinstance(value, bool)

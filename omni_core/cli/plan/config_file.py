@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from omni_core.cli.plain_json import loads_without_repeats
 from omni_core.cli.plan.errors import PlanInputError
 
 MAX_FILE_BYTES = 16 << 20
@@ -27,9 +27,7 @@ def read_config_file(path: Path) -> tuple[Path, Mapping[str, Any]]:
     """
     try:
         file = path / "config.json" if path.is_dir() else path
-        document = json.loads(_read(file).decode("utf-8"), object_pairs_hook=_without_repeats)
-    except RecursionError:
-        raise PlanInputError(f"--model {path}: it is nested too deeply for a configuration") from None
+        document = loads_without_repeats(_read(file).decode("utf-8"))
     except (OSError, ValueError) as error:
         raise PlanInputError(f"--model {path}: {error}") from error
     if not isinstance(document, Mapping):
@@ -46,12 +44,3 @@ def _read(file: Path) -> bytes:
     if len(content) > MAX_FILE_BYTES:
         raise ValueError(f"{file} has more than {MAX_FILE_BYTES:,} bytes, which no configuration has")
     return content
-
-
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    section: dict[str, Any] = {}
-    for name, value in pairs:
-        if name in section:
-            raise ValueError(f"{name!r} stands twice in one object; leave one")
-        section[name] = value
-    return section

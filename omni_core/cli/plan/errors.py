@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+OTHER_RELEASE = "is it another release of Omni Core?"
+"""What to ask of a running stage that tells something of another form."""
+
 
 class PlanInputError(ValueError):
     """Something is missing or contradicts itself; names the argument and what to give, in one line."""

@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from omni_core.cli.plan.errors import PlanInputError
+from omni_core.cli.plan.errors import OTHER_RELEASE, PlanInputError
 from omni_core.integrations.vllm.cache_settings import StageGeometry, config_of
 from omni_core.integrations.vllm.chosen_layers import layer_key
 from omni_core.prefix_cache.config import HIDDEN_KEY
@@ -20,7 +21,6 @@ from omni_core.settings.setting import settings_of
 from omni_core.settings.stage_settings import StageSettings
 
 _NOT_NAMED = ("deferred keys, which it does not name",)
-_OTHER_RELEASE = "is it another release of Omni Core?"
 
 
 def told_settings(told: Mapping[str, Any], otherwise: StageSettings) -> StageSettings:
@@ -36,7 +36,8 @@ def told_settings(told: Mapping[str, Any], otherwise: StageSettings) -> StageSet
             try:
                 values[setting.name] = setting.kind.from_value(one["value"])
             except NotOfKindError as error:
-                raise PlanInputError(f"the running stage's {setting.name}: {error}; {_OTHER_RELEASE}") from error
+                shown = reprlib.repr(one["value"])
+                raise PlanInputError(f"the running stage's {setting.name}: {shown} {error}; {OTHER_RELEASE}") from error
     return replace(otherwise, **values)
 
 
@@ -74,7 +75,7 @@ def running_sizes(geometry: Mapping[str, Any], plan: HostPlan, settings: StageSe
         return None
     dtype = getattr(torch, str(geometry.get("hidden_dtype")), None)
     if not isinstance(dtype, torch.dtype):
-        raise PlanInputError(f"the running stage's hidden_dtype is {geometry.get('hidden_dtype')!r}; {_OTHER_RELEASE}")
+        raise PlanInputError(f"the running stage's hidden_dtype is {geometry.get('hidden_dtype')!r}; {OTHER_RELEASE}")
     try:
         config = config_of(
             settings,
@@ -88,7 +89,7 @@ def running_sizes(geometry: Mapping[str, Any], plan: HostPlan, settings: StageSe
             ),
         )
     except InvalidConfigError as error:
-        raise PlanInputError(f"the running stage's geometry: {error}; {_OTHER_RELEASE}") from error
+        raise PlanInputError(f"the running stage's geometry: {error}; {OTHER_RELEASE}") from error
     layer_keys = tuple(map(layer_key, settings.layers))
     pool_bytes = plan.cache.pool_bytes
     return StageSizes(

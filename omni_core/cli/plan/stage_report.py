@@ -9,13 +9,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from omni_core.cli.plan.config_fields import MAX_COUNT, is_whole
-from omni_core.cli.plan.errors import NoAnswerError, one_line
+from omni_core.cli.plan.config_fields import MAX_COUNT
+from omni_core.cli.plan.errors import OTHER_RELEASE, NoAnswerError, one_line
 from omni_core.prefix_cache.sizing import CacheMemory
+from omni_core.settings.kinds import is_whole
 
 _BY_KEY = frozenset({"pool_bytes", "key_table_bytes"})
 """Fields of `CacheMemory` with a number per key."""
-_OTHER_RELEASE = "is it another release of Omni Core?"
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +23,6 @@ class LiveStage:
     """What one worker with a cache says of itself."""
 
     memory: CacheMemory
-    sink_queue_bytes: int | None
-    """`None`: it does not say."""
     device_is_host: bool
     settings: Mapping[str, Any]
     """Name → its value, and where that came from."""
@@ -76,11 +74,9 @@ def _stages(reports: list[Mapping[str, Any]]) -> Iterator[LiveStage]:
         if memory is None:
             continue
         if not isinstance(memory, Mapping):
-            raise NoAnswerError(f"a worker's cache.memory is {reprlib.repr(memory)}; {_OTHER_RELEASE}")
-        queue = _part(_part(report, "settings"), "sink_queue_bytes").get("value")
+            raise NoAnswerError(f"a worker's cache.memory is {reprlib.repr(memory)}; {OTHER_RELEASE}")
         yield LiveStage(
             CacheMemory(**{field.name: _bytes(memory, field.name) for field in fields(CacheMemory)}),
-            None if queue is None else _checked("sink_queue_bytes", queue),
             device_is_host=report.get("backend") == "cpu_sim",
             settings=_part(report, "settings"),
             geometry=_part(report, "geometry"),
@@ -92,24 +88,24 @@ def _part(report: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     if part is None:
         return {}
     if not isinstance(part, Mapping):
-        raise NoAnswerError(f"a worker's {name} is {reprlib.repr(part)}; {_OTHER_RELEASE}")
+        raise NoAnswerError(f"a worker's {name} is {reprlib.repr(part)}; {OTHER_RELEASE}")
     return part
 
 
 def _bytes(memory: Mapping[str, Any], name: str) -> Any:
     if name not in memory:
-        raise NoAnswerError(f"a worker's cache.memory has no {name}; {_OTHER_RELEASE}")
+        raise NoAnswerError(f"a worker's cache.memory has no {name}; {OTHER_RELEASE}")
     value = memory[name]
     if name not in _BY_KEY:
         return _checked(name, value)
     if not isinstance(value, Mapping):
-        raise NoAnswerError(f"a worker's {name} is {reprlib.repr(value)}; {_OTHER_RELEASE}")
+        raise NoAnswerError(f"a worker's {name} is {reprlib.repr(value)}; {OTHER_RELEASE}")
     return {key: _checked(f"{name} of {key}", nbytes) for key, nbytes in value.items()}
 
 
 def _checked(name: str, nbytes: Any) -> int:
     if not is_whole(nbytes) or not 0 <= nbytes <= MAX_COUNT:
-        raise NoAnswerError(f"a worker's {name} is {reprlib.repr(nbytes)}, no number of bytes; {_OTHER_RELEASE}")
+        raise NoAnswerError(f"a worker's {name} is {reprlib.repr(nbytes)}, no number of bytes; {OTHER_RELEASE}")
     return int(nbytes)
 
 
