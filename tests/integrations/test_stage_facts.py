@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from omni_core.integrations.vllm.cache_settings import StageGeometry, config_of
 from omni_core.integrations.vllm.errors import GateRefusedError
 from omni_core.integrations.vllm.stage_facts import KvGroups, cache_config, decide, stage_facts
 from omni_core.prefix_cache.block_pool import RowSpec
@@ -153,36 +152,30 @@ def test_a_producer_is_served():
 
 
 def test_the_caches_configuration_is_the_stages():
-    settings = StageSettings(
-        enabled=True,
-        staging_depth=3,
-        extra_row_bytes=8,
-        staging_claim_timeout_s=1.5,
-        join_timeout_s=2.5,
-        extra_step_bytes=16,
-        device_staging_bytes=4096,
-        max_recycled_bytes=32,
-        pretouch=True,
-        pin_chunk_bytes=8192,
-    )
-    config = cache_config(settings, vllm_config(), num_blocks=100, block_size=32)
+    config = cache_config(StageSettings(enabled=True), vllm_config(), num_blocks=100, block_size=32)
     assert (config.num_blocks, config.block_size, config.hidden_size) == (100, 32, 64)
     assert (config.hidden_dtype, config.max_num_tokens) == (torch.bfloat16, 256)
-    assert (config.staging_depth, config.extra_row_bytes) == (3, 8)
-    assert (config.staging_claim_timeout_s, config.join_timeout_s) == (1.5, 2.5)
-    assert (config.extra_step_bytes, config.device_staging_bytes, config.max_recycled_bytes) == (16, 4096, 32)
-    assert (config.pretouch, config.pin_chunk_bytes) == (True, 8192)
 
 
 def test_every_setting_that_the_cache_has_too_reaches_it():
     shared = {field.name for field in fields(StageSettings)} & {field.name for field in fields(PrefixCacheConfig)}
-    assert {"staging_depth", "pretouch", "join_timeout_s"} <= shared
+    assert shared == {
+        "staging_depth",
+        "staging_claim_timeout_s",
+        "join_timeout_s",
+        "extra_row_bytes",
+        "extra_step_bytes",
+        "device_staging_bytes",
+        "max_recycled_bytes",
+        "pretouch",
+        "pin_chunk_bytes",
+    }
     default = StageSettings(enabled=True)
-    geometry = StageGeometry(100, 32, 64, torch.bfloat16, 256)
     for name in shared:
         before = getattr(default, name)
         value = not before if isinstance(before, bool) else before + (1 << 20)
-        assert getattr(config_of(replace(default, **{name: value}), geometry), name) == value
+        config = cache_config(replace(default, **{name: value}), vllm_config(), num_blocks=100, block_size=32)
+        assert getattr(config, name) == value
 
 
 def test_rows_of_chosen_layers_are_known_beforehand():

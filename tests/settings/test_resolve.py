@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """An operator's settings: flag over environment over file over default, checked in full, explained when wrong."""
 
+import re
+
 import pytest
 
 from omni_core.settings.errors import SettingsError
 from omni_core.settings.resolve import resolve, stage_settings
+from omni_core.settings.setting import settings_of
 from omni_core.settings.sources import Origin, from_flags
 from omni_core.settings.stage_settings import SCHEMA, OnError, OnSlowSink, StageSettings
 
@@ -31,50 +34,31 @@ def test_without_a_section_the_cache_is_off(additional_config):
 
 
 def test_every_setting_is_read():
-    settings = read(
-        enabled=True,
-        sink="safetensors",
-        sink_options={"directory": "rows"},
-        backend="cpu_sim",
-        staging_depth=6,
-        staging_claim_timeout_s=2,
-        join_timeout_s=3.5,
-        on_slow_sink="wait",
-        sink_queue_bytes=1 << 20,
-        shutdown_timeout_s=9,
-        extra_row_bytes=1024,
-        extra_step_bytes=2048,
-        device_staging_bytes=0,
-        max_recycled_bytes=4096,
-        pretouch=True,
-        pin_chunk_bytes=8192,
-        layers=[7, 0, 3],
-        on_error="raise",
-        allow_untested_version=True,
-        tap=True,
-    )
-    assert settings == StageSettings(
-        enabled=True,
-        sink="safetensors",
-        sink_options={"directory": "rows"},
-        backend="cpu_sim",
-        staging_depth=6,
-        staging_claim_timeout_s=2.0,
-        join_timeout_s=3.5,
-        on_slow_sink=OnSlowSink.WAIT,
-        sink_queue_bytes=1 << 20,
-        shutdown_timeout_s=9.0,
-        extra_row_bytes=1024,
-        extra_step_bytes=2048,
-        device_staging_bytes=0,
-        max_recycled_bytes=4096,
-        pretouch=True,
-        pin_chunk_bytes=8192,
-        layers=(0, 3, 7),
-        on_error=OnError.RAISE,
-        allow_untested_version=True,
-        tap=True,
-    )
+    given = {
+        "enabled": True,
+        "sink": "safetensors",
+        "sink_options": {"directory": "rows"},
+        "backend": "cpu_sim",
+        "staging_depth": 6,
+        "staging_claim_timeout_s": 2,
+        "join_timeout_s": 3.5,
+        "on_slow_sink": "wait",
+        "sink_queue_bytes": 1 << 20,
+        "shutdown_timeout_s": 9,
+        "extra_row_bytes": 1024,
+        "extra_step_bytes": 2048,
+        "device_staging_bytes": 0,
+        "max_recycled_bytes": 4096,
+        "pretouch": True,
+        "pin_chunk_bytes": 8192,
+        "layers": [7, 0, 3],
+        "on_error": "raise",
+        "allow_untested_version": True,
+        "tap": True,
+    }
+    assert given.keys() == {one.name for one in settings_of(StageSettings)}
+    understood = {"on_slow_sink": OnSlowSink.WAIT, "on_error": OnError.RAISE, "layers": (0, 3, 7)}
+    assert read(**given) == StageSettings(**given | understood)
 
 
 @pytest.mark.parametrize(
@@ -116,11 +100,6 @@ def test_an_unknown_setting_without_a_near_one_lists_them_all():
         ("on_slow_sink", "block"),
         ("sink_queue_bytes", 0),
         ("sink_queue_bytes", 1.5),
-        ("shutdown_timeout_s", 0),
-        ("staging_claim_timeout_s", 0),
-        ("staging_claim_timeout_s", float("inf")),
-        ("join_timeout_s", float("nan")),
-        ("join_timeout_s", "60"),
     ],
 )
 def test_a_wrong_value_names_the_setting_the_value_and_the_rule(name, value):
@@ -142,7 +121,9 @@ def test_settings_cannot_be_changed():
 @pytest.mark.parametrize("name", ["staging_claim_timeout_s", "join_timeout_s", "shutdown_timeout_s"])
 @pytest.mark.parametrize("value", [0, -1, float("nan"), float("inf"), 1e10, 10**400, True, "5"])
 def test_a_time_nobody_can_wait_for_is_refused(name, value):
-    with pytest.raises(SettingsError, match=rf"{name}=.*at most 31536000"):
+    with pytest.raises(
+        SettingsError, match=rf"omni_core\.{name}={re.escape(repr(value)[:50])}.*: must be .*at most 31536000"
+    ):
         read(**{name: value})
 
 
