@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from omni_core.sinks.joiner import DEFAULT_MAX_OPEN_BYTES
 from omni_core.sinks.options import checked_count
-from omni_core.sinks.rows import DEFAULT_MAX_OPEN_BYTES
 
 _LIMITS = {"memory": "max_bytes", "safetensors": "max_open_bytes"}
 """Our sinks that hold rows in memory, and the option that bounds it."""

@@ -16,9 +16,10 @@ from omni_core.sinks.errors import (
     UnknownRequestError,
 )
 from omni_core.sinks.found_request import FoundRequest, RequestState
+from omni_core.sinks.joiner import DEFAULT_MAX_OPEN_BYTES, RequestJoiner
 from omni_core.sinks.options import checked_bool, checked_count
 from omni_core.sinks.request_index import RequestIndex, RequestNames
-from omni_core.sinks.rows import DEFAULT_MAX_OPEN_BYTES, RequestJoiner, StoredRequest
+from omni_core.sinks.rows import StoredRequest
 
 _MAX_IDS_IN_MESSAGE = 20
 

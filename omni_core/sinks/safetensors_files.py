@@ -22,6 +22,7 @@ from omni_core.sinks.file_names import (
     RESULT_SUFFIX,
     request_file_stem,
 )
+from omni_core.sinks.joiner import DEFAULT_MAX_OPEN_BYTES, RequestJoiner
 from omni_core.sinks.options import checked_bool, checked_count, checked_path
 from omni_core.sinks.request_content import (
     FORMAT_NAME,
@@ -34,7 +35,7 @@ from omni_core.sinks.request_content import (
     tensors_of,
 )
 from omni_core.sinks.request_index import RequestIndex, RequestNames
-from omni_core.sinks.rows import DEFAULT_MAX_OPEN_BYTES, RequestJoiner, StoredRequest
+from omni_core.sinks.rows import StoredRequest
 from omni_core.sinks.safetensors_format import write_safetensors
 
 _LOG = logging.getLogger(__name__)
