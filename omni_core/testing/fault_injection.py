@@ -21,7 +21,7 @@ from omni_core.runtime import Runtime
 from omni_core.testing.fault_plan import COMMITTER, ENGINE, Fault, FaultKind, FaultPlan
 from omni_core.testing.memory_accesses import AccessWatch, TorchAccess
 from omni_core.testing.os_threads import ThreadLocal
-from omni_core.testing.sim_engine import StageCache
+from omni_core.testing.stage_cache import StageCache
 from omni_core.testing.watched_runtime import WatchedRuntime, WatchedThread
 
 _ALLOCATIONS = ("aten::empty", "aten::zeros", "aten::full", "aten::new_", "aten::clone", "aten::cat")

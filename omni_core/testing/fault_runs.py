@@ -23,7 +23,7 @@ from omni_core.runtime import Runtime
 from omni_core.testing.fault_injection import FaultInjector, InjectedFault, InjectedMemoryError
 from omni_core.testing.fault_plan import BUILDER, LONG_S, PREFETCHER, Fault, FaultKind, FaultPlan
 from omni_core.testing.row_judge import OracleViolationError
-from omni_core.testing.sim_engine import StageCache
+from omni_core.testing.stage_cache import StageCache
 from omni_core.testing.workload_config import WorkloadConfig
 from omni_core.testing.workloads import WorkloadReport, run_workload
 

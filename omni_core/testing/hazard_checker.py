@@ -20,7 +20,7 @@ from omni_core.testing.copy_watch import CopyWatch
 from omni_core.testing.hazards import Hazard, HazardError, HazardKind, HazardSide
 from omni_core.testing.memory_accesses import AccessWatch, TorchAccess
 from omni_core.testing.os_threads import Mutex
-from omni_core.testing.sim_engine import StageCache
+from omni_core.testing.stage_cache import StageCache
 from omni_core.testing.staging_watch import StagingWatch
 from omni_core.testing.watched_cache import WatchedCache
 from omni_core.testing.watched_runtime import WatchedRuntime, WatchedThread

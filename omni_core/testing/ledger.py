@@ -23,7 +23,7 @@ from omni_core.testing.ledger_records import (
     content_bytes,
     digester_of,
 )
-from omni_core.testing.sim_engine import Forward, SavedStep
+from omni_core.testing.sim_step import Forward, SavedStep
 from omni_core.testing.tap import PrefixDigest, RowTap
 
 _ENDS = (RequestEventKind.FINISHED, RequestEventKind.ABORTED)

@@ -9,7 +9,8 @@ from typing import Protocol
 
 from omni_core.prefix_cache.outputs import StageCacheOutputs
 from omni_core.runtime import Runtime
-from omni_core.testing.sim_engine import SavedStep, StageCache, StepCounter
+from omni_core.testing.sim_step import SavedStep, StepCounter
+from omni_core.testing.stage_cache import StageCache
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,16 +26,11 @@ from omni_core.testing.oracle import StageOracle
 from omni_core.testing.output_builder import BuildOrder, BuiltStep, InlineBuilder, OutputBuilder, ThreadedBuilder
 from omni_core.testing.sampling import SimDrafter
 from omni_core.testing.scheduler_config import SchedulerConfig
-from omni_core.testing.sim_engine import (
-    REQUEST_ENTRIES_KEY,
-    EngineConfig,
-    SavedStep,
-    SimEngine,
-    StageCache,
-    StepFaults,
-)
+from omni_core.testing.sim_engine import REQUEST_ENTRIES_KEY, EngineConfig, SimEngine
 from omni_core.testing.sim_request import SimRequest
 from omni_core.testing.sim_scheduler import SimScheduler
+from omni_core.testing.sim_step import SavedStep, StepFaults
+from omni_core.testing.stage_cache import StageCache
 from omni_core.testing.stage_config import StageConfig
 from omni_core.testing.stage_stats import check_at_rest, check_deferred_budget
 from omni_core.testing.tap import RowTap

@@ -13,10 +13,10 @@ from omni_core.testing.fake_model import FakeKey, FakeModel, hidden_key
 from omni_core.testing.oracle import OracleViolationError
 from omni_core.testing.output_builder import BuiltStep
 from omni_core.testing.scheduler_config import SchedulerConfig
-from omni_core.testing.sim_engine import SavedStep
 from omni_core.testing.sim_request import ImageSpan, SimRequest
 from omni_core.testing.sim_scheduler import SimScheduler
 from omni_core.testing.sim_stage import CacheFactory, SimStage
+from omni_core.testing.sim_step import SavedStep
 from omni_core.testing.stage_config import StageConfig
 
 IMAGE_WORD = "Im"

@@ -10,7 +10,7 @@ import torch
 
 from omni_core.prefix_cache.events import StepEvents
 from omni_core.prefix_cache.outputs import PartialRequest, StageCacheOutputs
-from omni_core.testing.sim_engine import StageCache
+from omni_core.testing.stage_cache import StageCache
 
 
 class StepListener(Protocol):

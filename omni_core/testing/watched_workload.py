@@ -8,8 +8,8 @@ from dataclasses import replace
 from omni_core.prefix_cache.config import HIDDEN_KEY
 from omni_core.runtime import Runtime
 from omni_core.testing.hazard_checker import HazardChecker
-from omni_core.testing.sim_engine import StageCache
 from omni_core.testing.sim_stage import CacheWrapper
+from omni_core.testing.stage_cache import StageCache
 from omni_core.testing.workload_config import WorkloadConfig
 from omni_core.testing.workload_report import WorkloadReport
 from omni_core.testing.workloads import run_workload

@@ -17,10 +17,10 @@ from omni_core.runtime import Runtime
 from omni_core.testing.engine_schedule import LostForward, ScheduledRun, SimSchedule
 from omni_core.testing.fake_model import FakeModel
 from omni_core.testing.output_builder import BuiltStep
-from omni_core.testing.sim_engine import NO_FAULTS, SavedStep, StepFaults
 from omni_core.testing.sim_request import SimRequest, adapter_of
 from omni_core.testing.sim_scheduler import SimScheduler
 from omni_core.testing.sim_stage import CacheFactory, CacheWrapper, SchedulerFactory, SimStage
+from omni_core.testing.sim_step import NO_FAULTS, SavedStep, StepFaults
 from omni_core.testing.workload_config import WorkloadConfig
 from omni_core.testing.workload_report import WorkloadReport, describe, total_rows
 from omni_core.testing.workload_requests import SALTS, RequestSource

@@ -29,7 +29,7 @@ from omni_core.testing import (
     run_workload,
 )
 from omni_core.testing.seeded_runtime import SeededRuntime
-from omni_core.testing.sim_engine import NO_FAULTS, StepFaults
+from omni_core.testing.sim_step import NO_FAULTS, StepFaults
 from omni_core.testing.stalling_runtime import Stall, StallingRuntime
 from omni_core.testing.workload_report import describe, total_rows
 

@@ -27,8 +27,8 @@ from omni_core.testing import (
 from omni_core.testing.fake_model import GARBAGE_BYTE, FakeRun
 from omni_core.testing.reference_cache import ReferenceCache
 from omni_core.testing.sampling import SimDrafter
-from omni_core.testing.sim_engine import StepFaults
 from omni_core.testing.sim_request import TokenTrack
+from omni_core.testing.sim_step import StepFaults
 
 GEOMETRY = SchedulerConfig(num_blocks=8, block_size=4, max_num_tokens=64)
 PREEMPTING = replace(GEOMETRY, num_blocks=16, preemption=Preemption.RECOMPUTE_V1)

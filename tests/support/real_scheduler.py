@@ -9,9 +9,9 @@ from types import SimpleNamespace
 
 from omni_core.testing.fake_model import FakeModel, hidden_key
 from omni_core.testing.scheduler_config import SchedulerConfig
-from omni_core.testing.sim_engine import StepFaults
 from omni_core.testing.sim_request import SimRequest
 from omni_core.testing.sim_stage import SimStage
+from omni_core.testing.sim_step import StepFaults
 from omni_core.testing.stage_config import StageConfig
 
 BLOCK = 4

@@ -23,8 +23,8 @@ from omni_core.testing.model_check.stage_config import ModelStageConfig
 from omni_core.testing.model_check.tokens import TokenSource
 from omni_core.testing.model_check.understanding import OutputRules
 from omni_core.testing.scheduler_config import SchedulerConfig
-from omni_core.testing.sim_engine import NO_FAULTS, Forward, SavedStep, StepCounter, StepFaults
 from omni_core.testing.sim_scheduler import SimScheduler
+from omni_core.testing.sim_step import NO_FAULTS, Forward, SavedStep, StepCounter, StepFaults
 
 _LEAST_ROW_BYTES = 16 << 10
 

@@ -13,8 +13,8 @@ from omni_core.testing.model_check.stage import ModelStage
 from omni_core.testing.model_check.stage_config import ModelStageConfig
 from omni_core.testing.row_kinds import RowKind
 from omni_core.testing.scheduler_config import Mishaps, Preemption, SchedulerConfig
-from omni_core.testing.sim_engine import NO_FAULTS, SavedStep, StepFaults
 from omni_core.testing.sim_request import SimRequest
+from omni_core.testing.sim_step import NO_FAULTS, SavedStep, StepFaults
 
 Tokens = tuple[int, ...]
 

@@ -18,9 +18,9 @@ from omni_core.testing.model_check.judge import TappedRowJudge
 from omni_core.testing.model_check.stage_config import ModelStageConfig
 from omni_core.testing.oracle import StageOracle
 from omni_core.testing.output_builder import BuildOrder, BuiltStep, InlineBuilder
-from omni_core.testing.sim_engine import SavedStep, StepFaults
 from omni_core.testing.sim_request import SimRequest
 from omni_core.testing.sim_scheduler import SimScheduler
+from omni_core.testing.sim_step import SavedStep, StepFaults
 from omni_core.testing.stage_stats import check_at_rest
 from omni_core.testing.tap import RowTap
 
