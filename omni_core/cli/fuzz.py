@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
+from omni_core.cli.numbers import at_least, positive
 from omni_core.cli.tables import JSON, add_format_argument, print_json, render_table
 from omni_core.testing.fault_plan import FaultKind
 from omni_core.testing.fuzz import WORKLOADS_PER_SEED, FuzzFailure, FuzzPlan, FuzzReport, fuzz
@@ -36,16 +37,16 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "the cache's threads, some of them into faults. Every row delivered is compared, bit for bit, with what the "
         "model computed; every schedule is watched for hazards. Exit status 1 if anything failed.",
     )
-    parser.add_argument("--seed", type=_at_least_0, default=0, help="decides everything (default: 0)")
+    parser.add_argument("--seed", type=at_least(0), default=0, help="decides everything (default: 0)")
     parser.add_argument(
-        "--steps", type=_at_least_1, help=f"engine steps to make (default: {DEFAULT_STEPS}, without --minutes)"
+        "--steps", type=at_least(1), help=f"engine steps to make (default: {DEFAULT_STEPS}, without --minutes)"
     )
-    parser.add_argument("--minutes", type=_minutes, help="stop after so long, whatever was done")
+    parser.add_argument("--minutes", type=positive, help="stop after so long, whatever was done")
     parser.add_argument(
-        "--max-failures", type=_at_least_1, default=20, metavar="N", help="stop after so many failures (default: 20)"
+        "--max-failures", type=at_least(1), default=20, metavar="N", help="stop after so many failures (default: 20)"
     )
     parser.add_argument(
-        "--schedules", type=_at_least_0, default=1, help="seeded schedules to run each workload under (default: 1)"
+        "--schedules", type=at_least(0), default=1, help="seeded schedules to run each workload under (default: 1)"
     )
     parser.add_argument(
         "--scheduler",
@@ -53,7 +54,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         default=SIMULATED,
         help="who schedules: the simulator (the default), or vLLM's own scheduler, which needs vLLM",
     )
-    parser.add_argument("--jobs", type=_at_least_1, default=1, help="processes to run in (default: 1)")
+    parser.add_argument("--jobs", type=at_least(1), default=1, help="processes to run in (default: 1)")
     parser.add_argument(
         "--replay", type=_case, metavar="CASE", help="run one case again, as a failure names it, and nothing else"
     )
@@ -202,27 +203,6 @@ def _draw_runs(report: FuzzReport) -> Iterable[str]:
 def _counts(title: str, counts: Sequence[tuple[str, int]]) -> str:
     rows = [[f"{count}", name] for name, count in counts]
     return render_table(["count", title], rows, right_aligned=("count",), width=WIDTH)
-
-
-def _at_least_0(text: str) -> int:
-    value = int(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"{value} is below 0")
-    return value
-
-
-def _at_least_1(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is below 1")
-    return value
-
-
-def _minutes(text: str) -> float:
-    value = float(text)
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is not a positive number of minutes")
-    return value
 
 
 def _case(text: str) -> FuzzCase:

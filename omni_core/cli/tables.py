@@ -30,6 +30,13 @@ def print_json(document: Any) -> None:
     print()
 
 
+def print_failure(command: str, form: str, message: str) -> None:
+    """Say why a command could not do its work: on stderr, and in JSON also as the document that was asked for."""
+    if form == JSON:
+        print_json({"ok": False, "error": message})
+    print(f"omni-core {command}: {message}", file=sys.stderr)
+
+
 def render_table(
     headers: Sequence[str],
     rows: Sequence[Sequence[str]],

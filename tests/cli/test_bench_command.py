@@ -157,6 +157,15 @@ def test_a_peer_that_cannot_be_had_is_status_1(capsys, monkeypatch):
     assert json.loads(capsys.readouterr().out) == {"ok": False, "error": "pip could not install it"}
 
 
+def test_a_folder_that_cannot_be_written_is_status_1_before_anything_is_measured(capsys, tmp_path):
+    (tmp_path / "file").touch()
+    assert main(["bench", "contention", "--quick", "--out", str(tmp_path / "file")]) == 1
+    said = capsys.readouterr()
+    assert "omni-core bench: " in said.err
+    assert str(tmp_path / "file") in said.err
+    assert said.out == ""
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_instructions_are_counted_or_the_report_says_why_not():

@@ -11,11 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from omni_core.cli.bench.benchmarks import BENCHMARKS, BY_NAME, run_benchmark
-from omni_core.cli.bench.peer.install import PEER_REQUIREMENT, PeerError, install_peer, peer_home
+from omni_core.cli.bench.peer.install import PEER_REQUIREMENT, install_peer, peer_home
 from omni_core.cli.bench.peer.package import PeerPackage
 from omni_core.cli.bench.plan import Plan, say
 from omni_core.cli.bench.report import render_text, write_files
-from omni_core.cli.tables import JSON, add_format_argument, print_json
+from omni_core.cli.bench.results import BenchmarkError
+from omni_core.cli.demo.child import DemoError
+from omni_core.cli.numbers import positive
+from omni_core.cli.tables import JSON, add_format_argument, print_failure, print_json
 
 EXIT_FAILED = 1
 ALL = "all"
@@ -47,7 +50,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     parser.add_argument(
         "--limit-minutes",
-        type=_positive,
+        type=positive,
         default=40.0,
         metavar="N",
         help="how long vllm goes on at most until its ratios are known within 2 %% (%(default)g)",
@@ -61,15 +64,12 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def run(args: argparse.Namespace) -> int:
     """Measure and print; 0 if all that was asked for was measured."""
     try:
-        peer_folder = install_peer(peer_home()) if args.peer else None
-    except (PeerError, OSError) as error:
-        return _say_failure(args.format, str(error))
-    if args.name == ALL:
-        documents = [_in_child(name, args) for name in BY_NAME if name not in args.skip]
-    else:
-        peer = None if peer_folder is None else PeerPackage(peer_folder)
-        plan = Plan(args.quick, peer, args.limit_minutes * SECONDS_PER_MINUTE, args.model)
-        documents = [run_benchmark(BY_NAME[args.name], plan)]
+        if args.out is not None:
+            args.out.mkdir(parents=True, exist_ok=True)  # not after an hour of measuring
+        documents = _measure(args)
+    except (BenchmarkError, DemoError, OSError) as error:
+        print_failure("bench", args.format, str(error))
+        return EXIT_FAILED
     measured = [document for document in documents if document is not None]
     if args.format == JSON:
         print_json(measured[0] if args.name != ALL else {"benchmarks": measured})
@@ -79,6 +79,16 @@ def run(args: argparse.Namespace) -> int:
         for omission in write_files(measured, args.out):
             say(omission)
     return 0 if len(measured) == len(documents) else EXIT_FAILED
+
+
+def _measure(args: argparse.Namespace) -> list[dict[str, Any] | None]:
+    """A document per benchmark; `None` for one of several that failed."""
+    peer_folder = install_peer(peer_home()) if args.peer else None
+    if args.name == ALL:
+        return [_in_child(name, args) for name in BY_NAME if name not in args.skip]
+    peer = None if peer_folder is None else PeerPackage(peer_folder)
+    plan = Plan(args.quick, peer, args.limit_minutes * SECONDS_PER_MINUTE, args.model)
+    return [run_benchmark(BY_NAME[args.name], plan)]
 
 
 def _in_child(name: str, args: argparse.Namespace) -> dict[str, Any] | None:
@@ -97,17 +107,3 @@ def _in_child(name: str, args: argparse.Namespace) -> dict[str, Any] | None:
         return None
     document: dict[str, Any] = json.loads(done.stdout)
     return document
-
-
-def _positive(text: str) -> float:
-    number = float(text)
-    if not 0 < number < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
-    return number
-
-
-def _say_failure(form: str, message: str) -> int:
-    if form == JSON:
-        print_json({"ok": False, "error": message})
-    say(f"omni-core bench: {message}")
-    return EXIT_FAILED

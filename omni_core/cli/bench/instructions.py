@@ -13,13 +13,14 @@ from pathlib import Path
 
 from omni_core.cli.bench.hot_loop import COUNTED_FUNCTION, MATERIALIZE, STEP
 from omni_core.cli.bench.plan import Plan, say
-from omni_core.cli.bench.results import Measured, Row, Target
+from omni_core.cli.bench.results import BenchmarkError, Measured, Row, Target
 
 CASES = ((STEP, 1), (STEP, 256), (MATERIALIZE, 256))
 QUICK_CASES = ((STEP, 1),)
 NUM_STEPS, QUICK_STEPS = 40, 3
 TARGETS: tuple[Target, ...] = ()
 _TIMEOUT_S = 1200.0
+_LEAVE_OUT = "--skip instructions leaves it out of all"
 
 NO_VALGRIND = "valgrind is not installed: instructions were not counted"
 NOTES = (
@@ -50,19 +51,24 @@ def _count(valgrind: str, what: str, num_requests: int, num_steps: int) -> int:
         profile = Path(scratch) / "callgrind.out"
         tool = ("--tool=callgrind", f"--toggle-collect={COUNTED_FUNCTION}", f"--callgrind-out-file={profile}")
         loop = (sys.executable, "-P", "-m", "omni_core.cli.bench.hot_loop", what, str(num_requests), str(num_steps))
-        done = subprocess.run(
-            [valgrind, *tool, *loop],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=_TIMEOUT_S,
-            # Hashes decide how dictionaries collide; torch's own threads would hide copies from the count.
-            env={**os.environ, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"},
-        )
+        try:
+            done = subprocess.run(
+                [valgrind, *tool, *loop],
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                check=False,
+                timeout=_TIMEOUT_S,
+                # Hashes decide how dictionaries collide; torch's own threads would hide copies from the count.
+                env={**os.environ, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"},
+            )
+        except subprocess.TimeoutExpired:
+            raise BenchmarkError(f"valgrind did not end within {_TIMEOUT_S:g} s; {_LEAVE_OUT}") from None
         if done.returncode != 0:
-            raise RuntimeError(f"valgrind ended with status {done.returncode}: {done.stderr[-2000:]}")
+            raise BenchmarkError(
+                f"valgrind ended with status {done.returncode}; {_LEAVE_OUT}. It said:\n{done.stderr[-2000:]}"
+            )
         totals = re.search(r"^(?:totals|summary): (\d+)", profile.read_text(encoding="utf-8"), re.MULTILINE)
     if totals is None:
-        raise RuntimeError("valgrind wrote no totals")
+        raise BenchmarkError(f"valgrind wrote no totals; {_LEAVE_OUT}")
     return int(totals.group(1))

@@ -16,6 +16,10 @@ Row = dict[str, Any]
 MS_PER_S = 1e3
 
 
+class BenchmarkError(RuntimeError):
+    """A benchmark could not be measured; the message says why and what to do."""
+
+
 class Relation(Enum):
     """How a figure must stand to its target."""
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
-import sys
 import tempfile
 from collections.abc import Mapping
 from datetime import datetime
@@ -17,7 +16,8 @@ from omni_core.cli.demo.model import HOME_VARIABLE, models_home, prepare_model
 from omni_core.cli.demo.progress import Progress, make_progress
 from omni_core.cli.demo.prompts import PromptFileError, built_in_prompts, read_prompts
 from omni_core.cli.demo.report import BOUNDS, DemoReport, as_document, make_report, render_text
-from omni_core.cli.tables import JSON, add_format_argument, print_json
+from omni_core.cli.numbers import at_least
+from omni_core.cli.tables import JSON, add_format_argument, print_failure, print_json
 from omni_core.integrations.vllm.demo.job import DemoJob, DemoPrompt, Phase, PhaseResult
 from omni_core.settings.errors import SettingsError
 
@@ -73,7 +73,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help=f"a new or empty directory for rows and logs (a new one under {_DEFAULT_OUT}/)",
     )
     parser.add_argument(
-        "--max-tokens", type=_at_least_one, default=8, metavar="N", help="tokens to generate at most (%(default)s)"
+        "--max-tokens", type=at_least(1), default=8, metavar="N", help="tokens to generate at most (%(default)s)"
     )
     parser.set_defaults(run=run)
 
@@ -153,14 +153,5 @@ def _check_installed(*, converts: bool) -> None:
 
 
 def _say_failure(form: str, message: str, status: int) -> int:
-    if form == JSON:
-        print_json({"ok": False, "error": message})
-    print(f"omni-core demo: {message}", file=sys.stderr)
+    print_failure("demo", form, message)
     return status
-
-
-def _at_least_one(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is less than 1")
-    return value

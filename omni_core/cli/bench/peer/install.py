@@ -9,12 +9,14 @@ import sys
 import tempfile
 from pathlib import Path
 
+from omni_core.cli.bench.results import BenchmarkError
+
 PEER_REQUIREMENT = "vllm-omni==0.30.0"
 _HOME_VARIABLE = "OMNI_CORE_HOME"
 _TIMEOUT_S = 600.0
 
 
-class PeerError(RuntimeError):
+class PeerError(BenchmarkError):
     """The peer cannot be had; the message says why and what to do."""
 
 
@@ -53,7 +55,10 @@ def install_peer(home: Path) -> Path:
                 timeout=_TIMEOUT_S,
             )
         except subprocess.TimeoutExpired:
-            raise PeerError(f"pip did not install {PEER_REQUIREMENT} within {_TIMEOUT_S:g} s") from None
+            raise PeerError(
+                f"pip did not install {PEER_REQUIREMENT} within {_TIMEOUT_S:g} s; run without --peer, or put it into "
+                f"{ready}"
+            ) from None
         if done.returncode != 0:
             said = done.stdout.decode("utf-8", "replace").strip().splitlines()[-5:]
             raise PeerError(
