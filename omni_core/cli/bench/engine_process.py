@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -13,15 +14,18 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from omni_core.cli.bench.results import BenchmarkError
 from omni_core.integrations.vllm.bench.loads import EngineKind, Load, LoadResult
 
 _MODULE = "omni_core.integrations.vllm.bench.serve"
+ANSWER_TIMEOUT_S = 1800.0
+"""Far above what a load takes, or a start: an engine that takes longer hangs."""
 _END_TIMEOUT_S = 60.0
 _LOG_TAIL_LINES = 15
 
 
-class EngineProcessError(RuntimeError):
-    """The engine's process ended; holds the last lines of its log."""
+class EngineProcessError(BenchmarkError):
+    """The engine's process ended or does not answer; holds the last lines of its log."""
 
 
 class EngineProcess:
@@ -57,22 +61,32 @@ class EngineProcess:
         os.close(commands)
         os.close(answers)
 
-    def run(self, load: Load) -> LoadResult:
+    def run(self, load: Load, timeout_s: float = ANSWER_TIMEOUT_S) -> LoadResult:
         """Run a load and wait for what it took.
 
         Raises:
-            EngineProcessError: the process ended instead.
+            EngineProcessError: the process ended instead, or does not answer; it is killed then.
         """
         try:
             self._commands.write(json.dumps(load.as_document()) + "\n")
             self._commands.flush()
-            line = self._answers.readline()
         except BrokenPipeError:
-            line = ""
+            raise self._failure("ended") from None
+        # There is one answer per load, so nothing of it is buffered yet.
+        if not select.select([self._answers], [], [], timeout_s)[0]:
+            self._process.kill()
+            raise self._failure(f"did not answer within {timeout_s:g} s")
+        line = self._answers.readline()
         if not line:
-            tail = self._log.read_text(encoding="utf-8", errors="replace").splitlines()[-_LOG_TAIL_LINES:]
-            raise EngineProcessError(f"the engine '{self.kind.value}' ended:\n" + "\n".join(tail))
+            raise self._failure("ended")
         return LoadResult(**json.loads(line))
+
+    def _failure(self, what: str) -> EngineProcessError:
+        tail = self._log.read_text(encoding="utf-8", errors="replace").splitlines()[-_LOG_TAIL_LINES:]
+        return EngineProcessError(
+            f"the engine '{self.kind.value}' {what}; --skip vllm leaves these engines out of all. Its log ends:\n"
+            + "\n".join(f"  {line}" for line in tail)
+        )
 
     def __enter__(self) -> Self:
         return self
