@@ -11,7 +11,7 @@ from omni_core.cli.bench.floors import Copies
 from omni_core.cli.bench.plan import Plan, say
 from omni_core.cli.bench.plots import Chart
 from omni_core.cli.bench.results import MS_PER_S, Measured, Relation, Row, Target, with_interval
-from omni_core.cli.bench.samples import Samples
+from omni_core.cli.bench.samples import Samples, timed
 from omni_core.cli.bench.stage import OURS, OurStage, Stage
 from omni_core.cli.bench.threads import MeteredRuntime
 
@@ -133,11 +133,10 @@ def _measure_budget(plan: Plan, shape: StageShape, budget: str, blocks: int) -> 
 
 def _run(side: Stage, step: EngineStep) -> float:
     """Seconds of a step on the engine thread; its rows are given up, and nothing is under way afterwards."""
-    samples = Samples()
     side.prepare(step)
-    step_id = samples.time(side.name, 0, side.run_step)
+    step_id, seconds = timed(side.run_step)
     side.discard(step_id)
-    return samples.median_s(side.name).value
+    return seconds
 
 
 def _finish_fields(samples: Samples, peer_names: tuple[str, ...]) -> Row:

@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import statistics
+
 from omni_core.cli.bench.engine_batch import CODES_KEY, CODES_WIDTH, DecodeBatch, StageShape
 from omni_core.cli.bench.plan import Plan, say
 from omni_core.cli.bench.results import MS_PER_S, Measured, Relation, Row, Target, with_interval
-from omni_core.cli.bench.samples import Samples
+from omni_core.cli.bench.samples import Samples, timed
 from omni_core.cli.bench.stage import OURS, OurStage, Stage
 from omni_core.cli.bench.threads import MeteredRuntime
 
@@ -51,21 +53,18 @@ def _measure_stage(side: Stage, shape: StageShape, samples: Samples, number: int
     for _ in range(STEPS_BEFORE):
         _save(side, batch, (KNOWN_KEY,))
     samples.add(side.name + _FIRST, number, _save(side, batch, None))
-    later = Samples()
-    for step in range(STEPS_AFTER):
-        later.add(_LATER, step, _save(side, batch, None))
-    samples.add(side.name + _LATER, number, later.median_s(_LATER).value)
+    later = [_save(side, batch, None) for _ in range(STEPS_AFTER)]
+    samples.add(side.name + _LATER, number, statistics.median(later))
 
 
 def _save(side: Stage, batch: DecodeBatch, keys: tuple[str, ...] | None) -> float:
     """Seconds of `save_outputs`, nothing else under way."""
-    samples = Samples()
     side.prepare(batch.next_step(keys))
     side.start_step()
-    step_id = samples.time(side.name, 0, side.save_step)
+    step_id, seconds = timed(side.save_step)
     side.settle()
     side.deliver(step_id).release()
-    return samples.median_s(side.name).value
+    return seconds
 
 
 def _row(samples: Samples, name: str, num_blocks: int) -> Row:

@@ -59,9 +59,10 @@ class Plan:
             package = self.peer
             makers.extend(partial(PeerStage, package, shape, mode) for mode in PeerMode)
         with ExitStack() as stack:
-            sides = [make() for make in makers]
-            for side in sides:
-                stack.callback(side.close)
+            sides: list[Stage] = []
+            for make in makers:
+                sides.append(make())
+                stack.callback(sides[-1].close)
             yield sides
 
 

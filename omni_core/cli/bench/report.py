@@ -39,7 +39,7 @@ def render_markdown(document: dict[str, Any], pictures: Sequence[Path]) -> str:
     parts.extend(f"![{picture.stem}]({picture.name})" for picture in pictures)
     parts.append("\n".join(f"- {note}" for note in document["notes"]))
     if document["targets"]:
-        parts.append(_markdown_table(*_target_table(document["targets"]), numbers_from=9))
+        parts.append(_markdown_table(*_target_table(document["targets"])))
     return "\n\n".join(parts)
 
 
@@ -75,7 +75,7 @@ def _page_head(documents: Sequence[dict[str, Any]]) -> str:
     targets = [target for document in documents for target in document["targets"]]
     counts = [f"{sum(target['verdict'] == verdict.value for target in targets)} {verdict.value}" for verdict in Verdict]
     facts = documents[0]["machine"] if documents else {}
-    table = _markdown_table(["machine", ""], [[name, _cell(value)] for name, value in facts.items()], numbers_from=9)
+    table = _markdown_table(["machine", ""], [[name, _cell(value)] for name, value in facts.items()])
     return "\n\n".join(
         [
             "# Benchmarks: figures",
@@ -132,8 +132,10 @@ def _machine_line(machine: dict[str, Any]) -> str:
     )
 
 
-def _markdown_table(headers: Sequence[str], cells: Sequence[Sequence[str]], *, numbers_from: int) -> str:
-    rule = ["---:" if column >= numbers_from else "---" for column in range(len(headers))]
+def _markdown_table(headers: Sequence[str], cells: Sequence[Sequence[str]], *, numbers_from: int | None = None) -> str:
+    """Columns from `numbers_from` on hold numbers; by default none does."""
+    text_columns = len(headers) if numbers_from is None else numbers_from
+    rule = ["---:" if column >= text_columns else "---" for column in range(len(headers))]
     escaped = [[cell.replace("|", "\\|") for cell in line] for line in (headers, rule, *cells)]
     return "\n".join(f"| {' | '.join(line)} |" for line in escaped)
 

@@ -30,6 +30,13 @@ class Estimate:
     high: float
 
 
+def timed(call: Callable[[], T]) -> tuple[T, float]:
+    """Call; what it returned, and the seconds it took."""
+    began = time.perf_counter()
+    result = call()
+    return result, time.perf_counter() - began
+
+
 class Samples:
     """Seconds of named calls by the round they were taken in.
 
@@ -46,9 +53,8 @@ class Samples:
 
     def time(self, name: str, round_number: int, call: Callable[[], T]) -> T:
         """Call, keep what it took, and return what it returned."""
-        began = time.perf_counter()
-        result = call()
-        self.add(name, round_number, time.perf_counter() - began)
+        result, seconds = timed(call)
+        self.add(name, round_number, seconds)
         return result
 
     def take_over(self, name: str, other: Samples, other_name: str) -> None:

@@ -22,7 +22,7 @@ from omni_core.cli.bench.engine_batch import (
 from omni_core.cli.bench.plan import Plan, say
 from omni_core.cli.bench.plots import Chart
 from omni_core.cli.bench.results import MS_PER_S, Measured, Relation, Row, Target, with_interval
-from omni_core.cli.bench.samples import Samples
+from omni_core.cli.bench.samples import Samples, timed
 from omni_core.cli.bench.stage import OurStage
 from omni_core.cli.bench.threads import MeteredRuntime
 
@@ -84,8 +84,8 @@ def _measure(plan: Plan, what: str, sizes: tuple[int, ...], make: Callable[[int]
         for number in range(-WARM_UP_STEPS, plan.rounds(ROUNDS, QUICK_ROUNDS)):
             for size, (stage, batch) in sides.items():
                 if not batch.room:
-                    _step(stage, batch.restart(), Samples(), 0, "")
-                _step(stage, batch.next_step(), samples, number, str(size))
+                    _step(stage, batch.restart())
+                samples.add(str(size), number, _step(stage, batch.next_step()))
     kept = samples.from_round(0)
     smallest = str(sizes[0])
     return [
@@ -101,11 +101,13 @@ def _measure(plan: Plan, what: str, sizes: tuple[int, ...], make: Callable[[int]
     ]
 
 
-def _step(stage: OurStage, step: EngineStep, samples: Samples, number: int, name: str) -> None:
+def _step(stage: OurStage, step: EngineStep) -> float:
+    """Seconds of a step on the engine thread; nothing is under way afterwards."""
     stage.prepare(step)
-    step_id = samples.time(name, number, stage.run_step)
+    step_id, seconds = timed(stage.run_step)
     stage.settle()
     stage.deliver(step_id).release()
+    return seconds
 
 
 def _with_blocks(num_blocks: int) -> OurStage:
@@ -119,7 +121,7 @@ def _with_live_requests(num_live: int) -> OurStage:
     stage = OurStage(shape, MeteredRuntime())
     if num_live:
         waiting = DecodeBatch(shape, num_live, 1, first_block=first_block, name="waiting")
-        _step(stage, waiting.restart(), Samples(), 0, "")
+        _step(stage, waiting.restart())
     return stage
 
 
@@ -148,7 +150,7 @@ def _with_pending_reads(num_reads: int) -> OurStage:
         started = tuple(NewRequest(name, blocks, computed) for name, blocks in tables.items())
         return EngineStep(batch, tensors.hidden(rows), tensors.outputs(rows), started)
 
-    _step(stage, step({"writer": stored}, 0, hit_tokens), Samples(), 0, "")
+    _step(stage, step({"writer": stored}, 0, hit_tokens))
     tail = first_block + HIT_BLOCKS
     for number in range(num_steps):
         readers = range(number * READS_PER_STEP, (number + 1) * READS_PER_STEP)

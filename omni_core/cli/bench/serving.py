@@ -82,7 +82,7 @@ CHARTS = tuple(
 )
 
 NOTES = (
-    f"SmolLM2-135M on the CPU in {DTYPE}, one thread for the model; four engines, each in a process of its own, one at "
+    f"on the CPU in {DTYPE}, one thread for the model; four engines, each in a process of its own, one at "
     "a time at work",
     f"reuse: a round is {REUSES} requests that share {PREFIX_TOKENS} tokens and have {OWN_TOKENS} of their own, "
     f"{OUTPUT_TOKENS} generated; no reuse: the same lengths, nothing shared. Each round has new prompts, the same for "
@@ -108,7 +108,7 @@ def measure(plan: Plan) -> Measured:
             engine.run(_load(plan, LoadKind.NO_REUSE, -1, 1))
             engines.append(engine)
         runs.run(engines)
-    return Measured(tuple(runs.rows()), (*plan.notes, *NOTES))
+    return Measured(tuple(runs.rows()), (*plan.notes, f"the model: {model.name}", *NOTES))
 
 
 def _model(plan: Plan, environment: Mapping[str, str]) -> Path:

@@ -41,9 +41,10 @@ class Stage(ABC):
     def prepare(self, step: EngineStep) -> None:
         """Say what the next step is, in the form this cache takes it. Engine thread."""
 
-    @abstractmethod
     def run_step(self) -> int:
         """The engine thread's part of the prepared step, `new_step_starts` and `save_outputs`; its id."""
+        self.start_step()
+        return self.save_step()
 
     @abstractmethod
     def start_step(self) -> None:
@@ -125,10 +126,6 @@ class OurStage(Stage):
         self._events = StepEvents(finished + started)
         self._step = step
         self._num_tokens = step.num_tokens
-
-    def run_step(self) -> int:
-        self.start_step()
-        return self.save_step()
 
     def start_step(self) -> None:
         self.cache.new_step_starts(self._events)

@@ -64,10 +64,15 @@ class Sleepers:
                 self._conditions[index].notify_all()
 
     def settle(self) -> None:
-        """Wait until all of them have run and sleep again."""
+        """Wait until all of them have run and sleep again.
+
+        Raises:
+            RuntimeError: one has not run.
+        """
         for index, lock in enumerate(self._locks):
             with lock:
-                self._conditions[index].wait_for(partial(self._has_run, index), _LIMIT_S)
+                if not self._conditions[index].wait_for(partial(self._has_run, index), _LIMIT_S):
+                    raise RuntimeError(f"thread {index} of the benchmark has not run within {_LIMIT_S:g} s")
         self._runtime.sleep(_ASLEEP_AFTER_S)
 
     def close(self) -> None:

@@ -74,10 +74,6 @@ class PeerStage(Stage):
         self._step = step
         self._num_tokens = step.num_tokens
 
-    def run_step(self) -> int:
-        self.start_step()
-        return self.save_step()
-
     def start_step(self) -> None:
         self._manager.new_step_starts(self._scheduler_output)
 
