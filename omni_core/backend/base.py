@@ -10,7 +10,8 @@ replace those with stand-ins.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
@@ -43,6 +44,8 @@ class DeviceInfo:
     """torch's name of it, such as `cuda:0`."""
     total_memory_bytes: int
     free_memory_bytes: int
+    software: Mapping[str, str] = field(default_factory=dict)
+    """Versions of what runs under torch, by name as people know it, such as `driver`, `CUDA runtime`, `torch_npu`."""
 
 
 class Event(ABC):
