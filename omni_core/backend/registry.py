@@ -140,7 +140,7 @@ def backend_for_tensor(
                 f"{str(tensor.device)!r}. Installed: {_describe_owned()}. Set `backend` to one that owns "
                 f"{device_type!r}, or leave it unset"
             )
-        return _construct(named, runtime, options)
+        return _construct(named, runtime, {**named.serving_options, **options})
     owners = _owners(device_type)
     if not owners:
         raise NoBackendForTensorError(
@@ -155,7 +155,7 @@ def backend_for_tensor(
             f"{len(owners)} installed backends own {device_type!r} tensors: "
             f"{', '.join(owner.name for owner in owners)}. Set `backend` to one of these names"
         )
-    return _construct(owners[0], runtime, options)
+    return _construct(owners[0], runtime, {**owners[0].serving_options, **options})
 
 
 def explain_backends() -> tuple[BackendReport, ...]:

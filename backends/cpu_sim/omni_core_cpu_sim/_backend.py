@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -43,6 +43,8 @@ class CpuSimBackend(DeviceBackend):
         refused_pins: numbers of the pins that it refuses, counted from 1 over the backend's life.
         report_arenas_as_pinned: `True` makes arenas and `capabilities` say what a device with pinned memory says, so
             that a caller's accounting can be tested. Nothing is page-locked either way.
+        immediate_copy_bytes: copies of at most so many bytes are made by the thread that queues them, if the stream is
+            idle and copies cost nothing; for serving, where a thread's wake-up costs more than they do.
         close_timeout_s: how long closing a stream, or the backend, waits for queued work.
         observer: told of every copy, event and allocation; may make them fail.
 
@@ -52,6 +54,7 @@ class CpuSimBackend(DeviceBackend):
 
     name: ClassVar[str] = "cpu_sim"
     device_type: ClassVar[str] = "cpu"
+    serving_options: ClassVar[Mapping[str, Any]] = {"immediate_copy_bytes": 64 << 10}
 
     def __init__(
         self,
@@ -65,6 +68,7 @@ class CpuSimBackend(DeviceBackend):
         max_pin_bytes: int | None = None,
         refused_pins: Sequence[int] = (),
         report_arenas_as_pinned: bool = False,
+        immediate_copy_bytes: int = 0,
         close_timeout_s: float = 10.0,
         observer: DeviceObserver | None = None,
     ) -> None:
@@ -79,10 +83,12 @@ class CpuSimBackend(DeviceBackend):
             check_integer("max_pin_bytes", max_pin_bytes, at_least=1)
         for number in refused_pins:
             check_integer("refused_pins", number, at_least=1)
+        check_integer("immediate_copy_bytes", immediate_copy_bytes, at_least=0)
         check_number("close_timeout_s", close_timeout_s)
         self._pins = PinDriver(runtime, pin_seconds_per_byte, max_pin_bytes, refused_pins)
         self._max_pinned_bytes = max_pinned_bytes
         self._report_arenas_as_pinned = report_arenas_as_pinned
+        self._immediate_copy_bytes = immediate_copy_bytes
         self._close_timeout_s = close_timeout_s
         self._observer = observer
         self._gate = CopyGate(runtime)
@@ -170,7 +176,14 @@ class CpuSimBackend(DeviceBackend):
         """
         with self._lock:
             self._refuse_if_closed("new_stream")
-        stream = WorkerStream(name, self._runtime, self._copier, self._close_timeout_s, self._forget)
+        stream = WorkerStream(
+            name,
+            self._runtime,
+            self._copier,
+            self._close_timeout_s,
+            self._forget,
+            immediate_copy_bytes=self._immediate_copy_bytes,
+        )
         with self._lock:
             closed_meanwhile = self._closed
             if not closed_meanwhile:

@@ -45,11 +45,17 @@ class Copier:
         self._gate = gate
         self._cost = cost
         self._observer = observer
+        self._is_plain = observer is None and cost == CopyCost(0.0, 0.0, 1)
 
     @property
     def held(self) -> bool:
         """Whether copies are held back now."""
         return self._gate.held
+
+    @property
+    def costs_nothing(self) -> bool:
+        """Whether a copy queued now is nothing but its bytes: no cost, gate, failure or observer."""
+        return self._is_plain and self._gate.open
 
     def tell_queued(
         self, number: int, stream: str, destination: torch.Tensor, source: torch.Tensor

@@ -34,6 +34,11 @@ class CopyGate:
         return bool(self._holds)
 
     @property
+    def open(self) -> bool:
+        """Whether the next copy passes, and does not fail."""
+        return not self._holds and not self._failures
+
+    @property
     def waiting(self) -> int:
         """Copies that stand at the gate now."""
         return self._waiting

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 import numpy as np
 import torch
 
-from omni_core.backend.registry import create_backend
+from omni_core.backend.registry import backend_for_tensor
 from omni_core.cli.bench.engine_batch import BLOCK_SIZE, HIDDEN_DTYPE, EngineStep, StageShape
 from omni_core.prefix_cache.batch_rows import batch_rows
 from omni_core.prefix_cache.config import PrefixCacheConfig
@@ -85,7 +85,7 @@ class OurStage(Stage):
             deliver_all: whether rows of discarded steps come again with later steps, as an engine wants that delivers
                 every row; `False` for an engine that never delivers.
         """
-        self._backend = create_backend("cpu_sim", runtime=runtime)
+        self._backend = backend_for_tensor(torch.empty(0), runtime=runtime, override="cpu_sim")
         config = PrefixCacheConfig(
             num_blocks=shape.num_blocks,
             block_size=BLOCK_SIZE,
