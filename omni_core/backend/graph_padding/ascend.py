@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from omni_core.backend.graph_padding.batch import BatchShape, PaddedBatch
+from omni_core.backend.graph_padding.batch import BatchShape, PaddedBatch, UniformDecode
 from omni_core.backend.graph_padding.capture_sizes import round_up
 from omni_core.backend.graph_padding.graph_config import GraphConfig
 from omni_core.backend.graph_padding.graph_mode import GraphMode
@@ -106,7 +106,12 @@ class AscendGraphPadding(RunnerGraphPadding):
         query_len = self._dispatcher.config.query_len
         return self._dispatcher.dispatch(
             num_tokens,
-            uniform_decode=batch.is_uniform_decode(query_len) and (query_len == 1 or not batch.num_first_chunks),
+            uniform_decode=batch.is_uniform_decode(query_len) and not _may_be_prefill(batch, query_len),
             num_active_loras=batch.num_active_loras,
             allowed=allowed,
         )
+
+
+def _may_be_prefill(batch: BatchShape, query_len: int) -> bool:
+    """Whether a first chunk as long as a decode with drafts keeps the step from being one of decodes."""
+    return batch.uniform_decode is UniformDecode.BY_COUNTS and query_len > 1 and batch.num_first_chunks > 0

@@ -20,6 +20,26 @@ class UniformDecode(Enum):
     """Told that it is not."""
 
 
+class Prefills(Enum):
+    """What a step's requests with unread prompt tokens are to vLLM's V2 runner (`gather_batch_req_state`)."""
+
+    NONE = auto()
+    """There are none."""
+    LIKE_DECODES = auto()
+    """Each adds one token to tokens computed before, so decode graphs of one query length serve it."""
+    SOME = auto()
+
+
+class AttentionState(Enum):
+    """What vllm-ascend calls a step (`AscendAttentionState`); its 310P runner asks."""
+
+    PREFILL_NO_CACHE = auto()
+    PREFILL_CACHE_HIT = auto()
+    DECODE_ONLY = auto()
+    CHUNKED_PREFILL = auto()
+    SPEC_DECODING = auto()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchShape:
     """What a runner knows of a step when it chooses a graph.
@@ -37,20 +57,34 @@ class BatchShape:
     """Different adapters in the step."""
     num_first_chunks: int = 0
     """Requests without a computed token; vllm-ascend asks."""
-    may_split: bool = True
-    """Whether the runner lets the step be split into microbatches."""
+    prefills: Prefills = Prefills.NONE
+    """vLLM's V2 runner asks."""
+    attention_state: AttentionState | None = None
+    """vllm-ascend's 310P runner asks."""
     uniform_decode: UniformDecode = UniformDecode.BY_COUNTS
     allowed: frozenset[GraphMode] = ANY_MODE
     """The modes the runner lets the step use, such as `EAGER_ONLY` or `NO_FULL_GRAPH`."""
+    may_split: bool = True
+    """Whether the runner lets the step be split into microbatches."""
 
     def __post_init__(self) -> None:
-        if not self.num_reqs <= self.num_tokens <= self.num_reqs * self.max_query_len:
+        if not 0 <= self.num_reqs <= self.num_tokens <= self.num_reqs * self.max_query_len:
             raise ValueError(
                 f"num_tokens={self.num_tokens} num_reqs={self.num_reqs} max_query_len={self.max_query_len}: every "
                 "request has at least 1 token and at most max_query_len"
             )
+        if not 0 <= self.num_first_chunks <= self.num_reqs:
+            raise ValueError(f"num_first_chunks={self.num_first_chunks}: a step of {self.num_reqs} requests")
+        if self.num_active_loras < 0:
+            raise ValueError(f"num_active_loras={self.num_active_loras}: must be at least 0")
         if GraphMode.NONE not in self.allowed:
             raise ValueError(f"allowed={sorted(self.allowed)}: a step may always run eagerly")
+
+    @property
+    def uniform_query_len(self) -> int | None:
+        """The tokens of every request, if all have the same number of them."""
+        same = self.num_reqs > 0 and self.num_tokens == self.num_reqs * self.max_query_len
+        return self.max_query_len if same else None
 
     def is_uniform_decode(self, query_len: int) -> bool:
         """Whether every request has exactly `query_len` tokens, or the runner was told so.
@@ -59,7 +93,7 @@ class BatchShape:
         """
         if self.uniform_decode is not UniformDecode.BY_COUNTS:
             return self.uniform_decode is UniformDecode.FORCED
-        return self.max_query_len == query_len and self.num_tokens == query_len * self.num_reqs
+        return self.uniform_query_len == query_len
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
