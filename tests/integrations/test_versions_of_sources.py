@@ -3,12 +3,10 @@
 
 import importlib.metadata
 import importlib.util
-import subprocess
-import sys
-import zipfile
 from pathlib import Path
 
 import pytest
+from next_vllm import modules_of_next_vllm
 
 from omni_core.integrations.vllm.releases.engine_contract import (
     ENGINE_CONTRACT,
@@ -145,32 +143,9 @@ def test_a_name_that_a_new_vllm_changes_is_the_one_that_is_lacking(tmp_path, mod
     assert lacking.name in old or (lacking.detail and old in lacking.detail[0]) or lacking.kind is FactKind.BASE
 
 
-NEXT_WHEEL = "vllm==0.33.0"
-"""Published for CUDA only: it can be read here, not run. 336 MB."""
-
-
-def wheel_of(requirement, directory):
-    """The wheel, fetched once into `directory`."""
-    name, version = requirement.split("==")
-    pattern = f"{name}-{version}-*.whl"
-    if not list(directory.glob(pattern)):
-        fetched = subprocess.run(
-            [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(directory), requirement],
-            capture_output=True,
-            text=True,
-            timeout=900,
-            check=False,
-        )
-        if fetched.returncode:
-            pytest.skip(f"{requirement} cannot be fetched: {fetched.stderr.strip().splitlines()[-1:]}")
-    return next(directory.glob(pattern))
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(1000)
 def test_the_next_vllm_holds_the_contract_in_its_wheel(tmp_path):
     """It is refused all the same, because it was never run; `allow_untested_version` lets it try."""
-    cache = Path(__file__).parents[2] / ".venv-vllm-wheels"
-    with zipfile.ZipFile(wheel_of(NEXT_WHEEL, cache)) as wheel:
-        wheel.extractall(tmp_path, [f"vllm/{module}" for module in {one.module for one in ENGINE_CONTRACT}])
-    assert EngineSources(tmp_path / "vllm").lacking(ENGINE_CONTRACT) == ()
+    package = modules_of_next_vllm((one.module for one in ENGINE_CONTRACT), tmp_path)
+    assert EngineSources(package).lacking(ENGINE_CONTRACT) == ()
