@@ -111,20 +111,34 @@ def captured_sizes(settings: CaptureSettings, rules: CaptureRules) -> CaptureSiz
     return CaptureSizes(tuple(sorted(sizes)))
 
 
-def rounded_for_decodes(sizes: CaptureSizes, query_len: int) -> CaptureSizes:
-    """The sizes of the V1 runner where decodes run as full graphs: multiples of `query_len`, no larger than before.
+def rounded_for_decodes(sizes: CaptureSizes, query_len: int, *, sequence_parallel_size: int = 1) -> CaptureSizes:
+    """The sizes of the V1 runner where decodes have drafts and run as full graphs; none exceeds the largest before.
+
+    Args:
+        sizes: as `captured_sizes` gives them.
+        query_len: of a decode step; the sizes become its multiples. 1: they stay.
+        sequence_parallel_size: the tensor-parallel size where it splits a step's tokens, in vllm-ascend; the sizes
+            become its multiples too.
 
     Raises:
-        ValueError: there are sizes, and `query_len` exceeds them all.
+        ValueError: there are sizes and none is left, or neither of the two numbers is a multiple of the other.
     """
+    multiple = max(query_len, sequence_parallel_size)
+    if multiple % query_len or multiple % sequence_parallel_size:
+        raise ValueError(
+            f"query_len={query_len} sequence_parallel_size={sequence_parallel_size}: one must be a multiple of the "
+            "other; change num_speculative_tokens or turn sequence parallelism off"
+        )
     if query_len == 1 or not sizes.sizes:
         return sizes
-    rounded = {round_up(size, query_len) for size in sizes.sizes}
+    rounded = {round_up(size, multiple) for size in sizes.sizes}
     kept = tuple(sorted(size for size in rounded if size <= sizes.largest))
+    if not kept and multiple <= sizes.largest:
+        kept = (multiple,)
     if not kept:
         raise ValueError(
-            f"capture sizes {sizes.sizes}: none holds a decode of query_len={query_len}; raise "
-            "max_cudagraph_capture_size or lower num_speculative_tokens"
+            f"capture sizes {sizes.sizes}: none is at least {multiple}; raise max_cudagraph_capture_size or lower "
+            "num_speculative_tokens"
         )
     return CaptureSizes(kept)
 
