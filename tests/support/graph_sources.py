@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import groupby, product
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +21,22 @@ import torch
 from source_cuts import cut, cut_class
 
 from omni_core.backend.graph_padding import GraphConfig
+
+VLLM_MODULES = (
+    "config/compilation.py",
+    "config/vllm.py",
+    "forward_context.py",
+    "lora/utils.py",
+    "v1/cudagraph_dispatcher.py",
+    "v1/spec_decode/dynamic/utils.py",
+    "v1/worker/dp_utils.py",
+    "v1/worker/gpu/cudagraph_utils.py",
+    "v1/worker/gpu/dp_utils.py",
+    "v1/worker/gpu_model_runner.py",
+    "v1/worker/ubatch_utils.py",
+    "v1/worker/utils.py",
+)
+"""What `VllmText` reads."""
 
 
 class QuietLogger:
@@ -288,6 +305,7 @@ class AscendText:
             **flags,
         )
 
+    @cached_property
     def attention_states(self) -> type[enum.Enum]:
         """`AscendAttentionState`."""
         return cut(
@@ -303,7 +321,7 @@ class AscendText:
             "_determine_batch_execution_and_padding",
             base=runner_class,
             np=np,
-            AscendAttentionState=self.attention_states(),
+            AscendAttentionState=self.attention_states,
             _NGRAM_GRAPH_UNIFORM_DECODE_QUERY_LEN=1,
         )
 

@@ -4,6 +4,8 @@
 import __future__
 
 import ast
+from copy import deepcopy
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,10 +17,10 @@ def cut(package: Path, module: str, *names: str, **stand_ins: object) -> SimpleN
     earlier ones. Decorators of classes and functions are kept, those of methods cut by name are not. Imports inside
     functions are left out: what they bring is looked up among the stand-ins. Annotations are not evaluated.
     """
-    tree = ast.parse((package / module).read_text())
+    tree = _parsed(package / module)
     namespace: dict[str, object] = {"__name__": __name__, **stand_ins}
     for name in names:
-        definition = _definition(tree, name)
+        definition = deepcopy(_definition(tree, name))
         if "." in name and isinstance(definition, ast.FunctionDef):
             definition.decorator_list = []
         _execute(definition, f"{package.name}/{module}", namespace)
@@ -27,18 +29,19 @@ def cut(package: Path, module: str, *names: str, **stand_ins: object) -> SimpleN
 
 def cut_class(package: Path, module: str, name: str, *methods: str, base: type, **stand_ins: object) -> type:
     """The class `name` of `module` with no more than `methods`, over `base` and nothing else. Else as `cut`."""
-    tree = ast.parse((package / module).read_text())
-    definition = _definition(tree, name)
-    assert isinstance(definition, ast.ClassDef)
-    for method in methods:
-        _definition(tree, f"{name}.{method}")
-    definition.body = [node for node in definition.body if isinstance(node, ast.FunctionDef) and node.name in methods]
-    definition.bases, definition.keywords = [ast.Name("_base", ast.Load())], []
+    tree = _parsed(package / module)
+    kept = [deepcopy(_definition(tree, f"{name}.{method}")) for method in methods]
+    definition = ast.ClassDef(name, bases=[ast.Name("_base", ast.Load())], keywords=[], body=kept, decorator_list=[])
     namespace = {"__name__": __name__, "_base": base, **stand_ins}
     _execute(definition, f"{package.name}/{module}", namespace)
     made = namespace[name]
     assert isinstance(made, type)
     return made
+
+
+@cache
+def _parsed(file: Path) -> ast.Module:
+    return ast.parse(file.read_text())
 
 
 def _execute(definition: ast.stmt, file: str, namespace: dict[str, object]) -> None:
