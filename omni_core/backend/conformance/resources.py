@@ -3,13 +3,17 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import torch
 
-from omni_core.backend.conformance.rig import WAIT_S, Check, Rig, require, require_equal, rows
+from omni_core.backend.conformance.rig import SMALL_SHAPE, WAIT_S, Check, Rig, require, require_equal, rows
+from omni_core.backend.errors import BackendFeatureUnsupportedError
 from omni_core.backend.host_pages import PAGE_BYTES
 from omni_core.backend.memory import ByteCarver
 
-_ABSURD_NBYTES = 1 << 60
+ABSURD_NBYTES = 1 << 60
+"""More than any machine has."""
 
 
 def describes_itself(rig: Rig) -> None:
@@ -46,9 +50,12 @@ def arenas_are_accounted(rig: Rig) -> None:
         f"pinned_arena({nbytes}).buffer is {tuple(buffer.shape)} {buffer.dtype} on {buffer.device}",
     )
     pinned = rig.backend.capabilities.pinned_memory
+    exact = rig.backend.capabilities.exact_pinning
+    at_least = nbytes if pinned else 0
     require(
-        arena.pinned_bytes == (nbytes if pinned else 0),
-        f"pinned_bytes={arena.pinned_bytes} of an arena of {nbytes} with capabilities.pinned_memory={pinned}",
+        arena.pinned_bytes == at_least or (pinned and not exact and arena.pinned_bytes > nbytes),
+        f"pinned_bytes={arena.pinned_bytes} of an arena of {nbytes} with capabilities.pinned_memory={pinned} and "
+        f"exact_pinning={exact}",
     )
     require(
         buffer.is_pinned() == pinned,
@@ -60,9 +67,24 @@ def arenas_are_accounted(rig: Rig) -> None:
 
 
 def an_arena_in_pieces_is_one_range(rig: Rig) -> None:
-    """An arena page-locked in pieces is as long as asked for, to the byte, and rows copied over its seams arrive."""
+    """An arena page-locked in pieces is as long as asked for, to the byte, and rows copied over its seams arrive.
+
+    Where pieces are not to be had (`exact_pinning`), it is refused by name.
+    """
     chunk_bytes = PAGE_BYTES
     nbytes = 3 * chunk_bytes + 64
+    if not rig.backend.capabilities.exact_pinning:
+        refusal: BackendFeatureUnsupportedError | None = None
+        try:
+            rig.backend.pinned_arena(nbytes, chunk_bytes=chunk_bytes)
+        except BackendFeatureUnsupportedError as caught:
+            refusal = caught
+        require(
+            str(nbytes) in str(refusal) and str(chunk_bytes) in str(refusal),
+            f"exact_pinning=False: an arena of {nbytes} bytes in pieces of {chunk_bytes} must be refused with "
+            f"BackendFeatureUnsupportedError and both numbers: {refusal!r}",
+        )
+        return
     arena = rig.backend.pinned_arena(nbytes, chunk_bytes=chunk_bytes)
     require(arena.buffer.numel() == nbytes, f"an arena of {nbytes} bytes in pieces has {arena.buffer.numel()}")
     pinned = rig.backend.capabilities.pinned_memory
@@ -72,7 +94,8 @@ def an_arena_in_pieces_is_one_range(rig: Rig) -> None:
     )
     expected = rows(5, (nbytes // 64, 16))
     destination = ByteCarver(arena.buffer).take(expected.shape, expected.dtype)
-    rig.backend.copy_to_host(destination, rig.on_device(expected), rig.stream()).synchronize(WAIT_S)
+    source = rig.on_device(expected)
+    rig.backend.copy_to_host(destination, source, rig.stream()).synchronize(WAIT_S)
     require_equal(destination, expected, f"rows copied over the seams of pieces of {chunk_bytes} bytes")
     arena.close()
     require(arena.pinned_bytes == 0, f"pinned_bytes={arena.pinned_bytes} after close()")
@@ -90,15 +113,13 @@ def rings_are_accounted(rig: Rig) -> None:
     require(ring.device_bytes == 0, f"device_bytes={ring.device_bytes} after close()")
 
 
-def refused_memory_is_explained(rig: Rig) -> None:
-    """A refused arena raises MemoryError and names the size."""
-    error: MemoryError | None = None
-    try:
-        rig.backend.pinned_arena(_ABSURD_NBYTES)
-    except MemoryError as caught:
-        error = caught
-    require(error is not None, f"pinned_arena({_ABSURD_NBYTES}) did not raise MemoryError")
-    require(str(_ABSURD_NBYTES) in str(error), f"the message must name the size {_ABSURD_NBYTES}: {error}")
+def a_refused_arena_leaves_nothing(rig: Rig) -> None:
+    """After a refused arena, others are allocated and used as before."""
+    with suppress(MemoryError):
+        rig.backend.pinned_arena(ABSURD_NBYTES)
+    source, destination = rig.on_device(rows(8, SMALL_SHAPE)), rig.destination(SMALL_SHAPE)
+    rig.backend.copy_to_host(destination, source, rig.stream()).synchronize(WAIT_S)
+    require_equal(destination, rows(8, SMALL_SHAPE), "rows copied into an arena allocated after a refused one")
 
 
 def padding_never_shrinks_a_step(rig: Rig) -> None:
@@ -112,11 +133,10 @@ def padding_never_shrinks_a_step(rig: Rig) -> None:
             )
 
 
-RESOURCE_CHECKS: tuple[Check, ...] = (
-    describes_itself,
+DESCRIPTION_CHECKS: tuple[Check, ...] = (describes_itself, padding_never_shrinks_a_step)
+MEMORY_CHECKS: tuple[Check, ...] = (
     arenas_are_accounted,
     an_arena_in_pieces_is_one_range,
+    a_refused_arena_leaves_nothing,
     rings_are_accounted,
-    refused_memory_is_explained,
-    padding_never_shrinks_a_step,
 )

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Protocol, runtime_checkable
@@ -10,22 +11,31 @@ from typing import Protocol, runtime_checkable
 import torch
 
 from omni_core.backend.base import DeviceBackend, PinnedArena, SnapshotRing, Stream
-from omni_core.backend.memory import ByteCarver
+from omni_core.backend.memory import ByteCarver, aligned_nbytes, tensor_nbytes
 from omni_core.runtime import Runtime
 
 BackendFactory = Callable[[Runtime], DeviceBackend]
 """Makes a fresh backend whose threads, locks and waits go through the given runtime."""
 
+MIB = 1 << 20
 WAIT_S = 30.0
 """How long a check waits for something that must come."""
 SMALL_SHAPE = (37, 16)
 """Rows that fit any page of a check and are no multiple of anything."""
+LARGE_SHAPE = (512, 1024)
+"""2 MiB of int32: a copy that takes a moment."""
+UNWRITTEN = -1
+"""What destinations hold before a copy; no element of `rows` is negative."""
 
 _STALL_S = 0.5
 """How long the device is kept busy where copies cannot be held back."""
 _BUSY_SIZE = 4096
 _BUSY_CALIBRATION_ROUNDS = 4
-_BUSY_MAX_ROUNDS = 4000
+_BUSY_MAX_ROUNDS = 1000
+"""Devices hold some 1,024 kernels back; the next one would block the caller."""
+_AHEAD_NBYTES = 64 * MIB
+_AHEAD_COPIES = 8
+"""Half a GiB: some 10 ms of copying over PCIe 5."""
 
 
 @runtime_checkable
@@ -48,7 +58,7 @@ def require(condition: bool, explanation: str) -> None:
 
 
 def require_equal(actual: torch.Tensor, expected: torch.Tensor, what: str) -> None:
-    """Fail the check unless both host tensors are equal, element for element; says where they first differ.
+    """Fail the check unless both host tensors are equal, bit for bit; says where they first differ.
 
     Raises:
         AssertionError: they differ.
@@ -57,7 +67,7 @@ def require_equal(actual: torch.Tensor, expected: torch.Tensor, what: str) -> No
         actual.shape == expected.shape and actual.dtype == expected.dtype,
         f"{what}: expected {tuple(expected.shape)} {expected.dtype}, got {tuple(actual.shape)} {actual.dtype}",
     )
-    wrong = (actual != expected).flatten().nonzero()
+    wrong = (_element_bytes(actual) != _element_bytes(expected)).any(dim=1).nonzero()
     if len(wrong):
         first = int(wrong[0])
         raise AssertionError(
@@ -71,10 +81,7 @@ def rows(tag: int, shape: Sequence[int], dtype: torch.dtype = torch.int32) -> to
 
     Exact in int32, int64, float32 and float64; narrow types keep the low part, which still tells neighbours apart.
     """
-    count = 1
-    for size in shape:
-        count *= size
-    values = (torch.arange(count, dtype=torch.int64) * 31 + tag * 7919) % 8_000_009
+    values = (torch.arange(math.prod(shape), dtype=torch.int64) * 31 + tag * 7919) % 8_000_009
     if dtype.is_floating_point and dtype.itemsize < 4:
         values = values % 251
     return values.to(dtype).view(tuple(shape))
@@ -90,6 +97,7 @@ class Rig:
         # A backend may free what nobody references any more; these live as long as the check.
         self._arenas: list[PinnedArena] = []
         self._rings: list[SnapshotRing] = []
+        self._ahead: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @classmethod
     @contextmanager
@@ -117,13 +125,18 @@ class Rig:
     @property
     def copies_can_be_pending(self) -> bool:
         """Whether `stalled` can keep a copy from being done when `copy_to_host` returns."""
-        stalls = isinstance(self.backend, HoldsCopies) or self.device.type != "cpu"
-        return self.backend.capabilities.async_copy and stalls
+        return self.backend.capabilities.async_copy and (self._holds_copies or self._is_accelerator)
 
     def page(self, nbytes: int) -> ByteCarver:
         """A carver over a fresh arena."""
         self._arenas.append(self.backend.pinned_arena(nbytes))
         return ByteCarver(self._arenas[-1].buffer)
+
+    def destination(self, shape: Sequence[int]) -> torch.Tensor:
+        """int32 `shape` in a fresh arena, every element `UNWRITTEN`."""
+        nbytes = aligned_nbytes(tensor_nbytes(shape, torch.int32))
+        place = self.page(nbytes).take(shape, torch.int32)
+        return place.fill_(UNWRITTEN)
 
     def ring_slot(self, nbytes: int) -> ByteCarver:
         """A carver over a fresh device buffer."""
@@ -139,24 +152,54 @@ class Rig:
         return self.backend.new_stream(f"conformance-{name}")
 
     def on_device(self, host_rows: torch.Tensor) -> torch.Tensor:
-        """The same rows in fresh device memory, written on the current stream."""
+        """The same rows in fresh device memory, written on the current stream by torch alone. Blocks on a device."""
         device_rows = torch.empty(host_rows.shape, dtype=host_rows.dtype, device=self.device)
         device_rows.copy_(host_rows)
         return device_rows
 
+    def run_beside(self, *targets: Callable[[], None]) -> None:
+        """Run each target on a bound thread of its own, all at a time, and wait for all of them.
+
+        Raises:
+            AssertionError: one did not end.
+            BaseException: the first one that a target raised.
+        """
+        failures: list[BaseException] = []
+
+        def bound(target: Callable[[], None]) -> Callable[[], None]:
+            def run() -> None:
+                try:
+                    self.backend.bind_thread()
+                    target()
+                except BaseException as error:  # carried to the check's thread, whatever it is
+                    failures.append(error)
+
+            return run
+
+        threads = [self.runtime.spawn(f"conformance-{number}", bound(target)) for number, target in enumerate(targets)]
+        stuck = [thread.name for thread in threads if not thread.join(WAIT_S)]
+        require(not stuck, f"threads {stuck} did not end within {WAIT_S} s")
+        if failures:
+            raise failures[0]
+
     @contextmanager
     def stalled(self) -> Iterator[None]:
-        """Copies queued inside are not done before the block ends, or for about half a second on a real device."""
+        """Copies queued inside are not done before the block ends, or for about half a second on a real device.
+
+        Make what a check needs beforehand: on a real device an allocation or a copy to it inside ends the stall.
+        """
         if isinstance(self.backend, HoldsCopies):
             with self.backend.hold_copies():
                 yield
         else:
+            if self._is_accelerator:
+                self._make_ahead()
             self.keep_busy(_STALL_S)
             yield
 
     def keep_busy(self, seconds: float) -> None:
         """Queue about `seconds` of work on the current stream; nothing where that stream is the caller itself."""
-        if self.device.type == "cpu":
+        if not self._is_accelerator:
             return
         left = torch.ones((_BUSY_SIZE, _BUSY_SIZE), device=self.device)
         out = torch.empty_like(left)
@@ -171,6 +214,36 @@ class Rig:
         for _ in range(min(_BUSY_MAX_ROUNDS, int(seconds / max(round_s, 1e-6)) + 1)):
             torch.mm(left, left, out=out)
 
+    def delay(self, stream: Stream) -> None:
+        """Give `stream` other copies to do first: what it is given next comes after the current stream's next work.
+
+        Nothing on a simulator, which holds copies back instead, or where the caller is the stream.
+        """
+        if self._is_accelerator and not self._holds_copies:
+            destination, source = self._make_ahead()
+            for _ in range(_AHEAD_COPIES):
+                self.backend.copy_to_host(destination, source, stream)
+
+    @property
+    def _is_accelerator(self) -> bool:
+        return self.device.type != "cpu"
+
+    @property
+    def _holds_copies(self) -> bool:
+        return isinstance(self.backend, HoldsCopies)
+
+    def _make_ahead(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where `delay` copies to and from."""
+        if self._ahead is None:
+            source = torch.zeros(_AHEAD_NBYTES, dtype=torch.uint8, device=self.device)
+            self._ahead = (self.page(_AHEAD_NBYTES).take((_AHEAD_NBYTES,), torch.uint8), source)
+        return self._ahead
+
+
+def _element_bytes(host_rows: torch.Tensor) -> torch.Tensor:
+    """`(numel, itemsize)` uint8."""
+    return host_rows.contiguous().view(torch.uint8).view(host_rows.numel(), host_rows.element_size())
+
 
 Check = Callable[[Rig], None]
-"""Tries one property; its docstring is the requirement. Raises `AssertionError` with what was expected and seen."""
+"""Tries one requirement, which its docstring states. Raises `AssertionError` with what was expected and seen."""

@@ -4,27 +4,35 @@
 from __future__ import annotations
 
 import unittest
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from types import MappingProxyType
+from typing import Any, ClassVar, Protocol
 
 from omni_core.backend.base import DeviceBackend
-from omni_core.backend.conformance.copies import COPY_CHECKS
-from omni_core.backend.conformance.events import EVENT_CHECKS
-from omni_core.backend.conformance.resources import RESOURCE_CHECKS
+from omni_core.backend.conformance.asynchrony import ASYNCHRONY_CHECKS
+from omni_core.backend.conformance.copies import FIDELITY_CHECKS
+from omni_core.backend.conformance.events import CLOSING_CHECKS, EVENT_CHECKS, TIMEOUT_CHECKS, VISIBILITY_CHECKS
+from omni_core.backend.conformance.ordering import LIFETIME_CHECKS, ORDER_CHECKS, STATIC_BUFFER_CHECKS
+from omni_core.backend.conformance.properties import BackendProperty
+from omni_core.backend.conformance.refusals import REFUSAL_CHECKS
+from omni_core.backend.conformance.resources import DESCRIPTION_CHECKS, MEMORY_CHECKS
 from omni_core.backend.conformance.rig import BackendFactory, Check, Rig
+from omni_core.backend.conformance.threads import THREAD_CHECKS
+from omni_core.backend.conformance.throughput import measure_throughput
 from omni_core.backend.registry import create_backend, load_backend_class
 from omni_core.runtime import Runtime, ThreadingRuntime
 
 
 @dataclass(frozen=True, slots=True)
 class ConformanceCheck:
-    """One property a backend must have."""
+    """One requirement of a property that a backend must have."""
 
     name: str
     """Short and stable, such as `events_are_never_early`."""
+    property: BackendProperty
     requirement: str
-    """The property in one sentence."""
+    """What is required, in one sentence."""
     body: Check
     """What tries it."""
 
@@ -54,9 +62,26 @@ class ConformanceCheck:
             raise error
 
 
+_CHECKS_OF: Mapping[BackendProperty, tuple[Check, ...]] = {
+    BackendProperty.DESCRIPTION: DESCRIPTION_CHECKS,
+    BackendProperty.MEMORY: MEMORY_CHECKS,
+    BackendProperty.FIDELITY: FIDELITY_CHECKS,
+    BackendProperty.ORDER: ORDER_CHECKS,
+    BackendProperty.STATIC_BUFFERS: STATIC_BUFFER_CHECKS,
+    BackendProperty.LIFETIME: LIFETIME_CHECKS,
+    BackendProperty.VISIBILITY: VISIBILITY_CHECKS,
+    BackendProperty.EVENTS: EVENT_CHECKS,
+    BackendProperty.ASYNCHRONY: ASYNCHRONY_CHECKS,
+    BackendProperty.TIMEOUTS: TIMEOUT_CHECKS,
+    BackendProperty.THREADS: THREAD_CHECKS,
+    BackendProperty.REFUSALS: REFUSAL_CHECKS,
+    BackendProperty.CLOSING: CLOSING_CHECKS,
+}
+
 CONFORMANCE_CHECKS: tuple[ConformanceCheck, ...] = tuple(
-    ConformanceCheck(body.__name__, body.__doc__ or body.__name__, body)
-    for body in (*RESOURCE_CHECKS, *COPY_CHECKS, *EVENT_CHECKS)
+    ConformanceCheck(body.__name__, tried, " ".join((body.__doc__ or body.__name__).split()), body)
+    for tried, bodies in _CHECKS_OF.items()
+    for body in bodies
 )
 """Every check, in the order a reader of a report wants them: the first failure explains the later ones."""
 
@@ -113,12 +138,14 @@ class BackendConformance:
 
     backend_name: ClassVar[str]
     """The entry point's name of the backend."""
+    backend_options: ClassVar[Mapping[str, Any]] = MappingProxyType({})
+    """The backend's own keyword arguments."""
     limit_s: ClassVar[float] = 120.0
     """How long one check may take."""
 
     def make_backend(self, runtime: Runtime) -> DeviceBackend:
-        """Make the backend under test; override it to pass options, or for a backend that is not registered."""
-        return create_backend(self.backend_name, runtime=runtime)
+        """Make the backend under test; override it for a backend that is not registered."""
+        return create_backend(self.backend_name, runtime=runtime, options=self.backend_options)
 
     def skip_reason(self) -> str | None:
         """Why this machine cannot run the suite; override it together with `make_backend`."""
@@ -132,7 +159,17 @@ class BackendConformance:
 
     def test_conformance(self, conformance_check: ConformanceCheck) -> None:
         """The backend has the property."""
+        self._skip_without_device()
+        conformance_check.run(self.make_backend, self.limit_s)
+
+    def test_throughput(self, record_property: Callable[[str, object], None]) -> None:
+        """The bytes per second of its copies stand in the test report; any figure will do."""
+        self._skip_without_device()
+        measured = measure_throughput(self.make_backend)
+        record_property("pinned_bytes_per_s", round(measured.pinned_bytes_per_s))
+        record_property("pageable_bytes_per_s", round(measured.pageable_bytes_per_s))
+
+    def _skip_without_device(self) -> None:
         reason = self.skip_reason()
         if reason is not None:
             raise unittest.SkipTest(reason)
-        conformance_check.run(self.make_backend, self.limit_s)
