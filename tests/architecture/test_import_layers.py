@@ -67,6 +67,7 @@ LAYERS = {  # layer -> the other layers it may import; a module belongs to the l
         *CORE,
         "omni_core.settings",
         "omni_core.backend.registry",
+        "omni_core.backend.conformance",
         "omni_core.prefix_cache",
         "omni_core.sinks",
         "omni_core.testing",
