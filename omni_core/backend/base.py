@@ -12,7 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -32,6 +32,9 @@ class Capabilities:
     """`Event.synchronize` sleeps; `False` means it spins."""
     static_graph_outputs: bool
     """A captured graph returns the same output buffer each replay, so a step's rows must be snapshotted."""
+    exact_pinning: bool = True
+    """An arena page-locks exactly what was asked for, in pieces if wanted; `False`: the vendor's allocator rounds up,
+    and pieces are refused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +56,7 @@ class Event(ABC):
 
     @abstractmethod
     def query(self) -> bool:
-        """Whether the work before the event is complete. Never blocks. Any thread.
+        """Whether the work before the event is complete. Never blocks. Any bound thread.
 
         Raises:
             DeviceCopyError: the work failed.
@@ -101,7 +104,7 @@ class PinnedArena(ABC):
     @property
     @abstractmethod
     def pinned_bytes(self) -> int:
-        """Bytes really page-locked for this arena; 0 where the device has no pinned memory."""
+        """Bytes really page-locked for this arena; 0 where the device has no pinned memory, and once closed."""
 
     @abstractmethod
     def close(self) -> None:
@@ -156,6 +159,8 @@ class DeviceBackend(ABC):
     """torch's device type whose tensors this backend owns, such as `cuda`."""
     refuses: ClassVar[str | None] = None
     """What this version of the backend refuses with `BackendFeatureUnsupportedError`, for `omni-core backends`."""
+    serving_options: ClassVar[Mapping[str, Any]] = {}
+    """Options it is made with for a real engine's tensors (`backend_for_tensor`), where they are not its defaults."""
 
     def __init__(self, runtime: Runtime) -> None:
         """Make a backend whose threads, locks and waits go through `runtime`.
@@ -214,6 +219,7 @@ class DeviceBackend(ABC):
         Raises:
             MemoryError: refused; the message names the size and the setting behind it. Nothing is left, and nothing
                 smaller was tried.
+            BackendFeatureUnsupportedError: the range would need pieces, and `capabilities.exact_pinning` is `False`.
         """
 
     @abstractmethod

@@ -2,6 +2,7 @@
 """What the engines of `omni-core bench vllm` are sent."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -38,6 +39,14 @@ def test_no_two_loads_have_a_prompt_in_common():
     loads = [a_load(kind, number, concurrency) for kind in LoadKind for number in range(3) for concurrency in (1, 8)]
     beginnings = {tuple(load.prompts(VOCAB_SIZE)[0][:16]) for load in loads}
     assert len(beginnings) == len(loads)
+
+
+@pytest.mark.parametrize("kind", LoadKind)
+def test_the_parts_of_a_load_have_its_prompts(kind):
+    load = a_load(kind, concurrency=1)
+    parts = [replace(load, first_request=number, num_requests=1) for number in range(load.num_requests)]
+    assert [prompt for part in parts for prompt in part.prompts(VOCAB_SIZE)] == load.prompts(VOCAB_SIZE)
+    assert sum(part.num_rows for part in parts) == load.num_rows
 
 
 def test_token_ids_are_of_the_vocabulary():

@@ -32,6 +32,17 @@ def test_a_ratio_is_that_of_the_medians_not_the_mean_of_ratios():
     assert samples.ratio(CALL, FLOOR).value == 1.0
 
 
+def test_a_paired_ratio_is_the_median_of_what_single_rounds_say():
+    samples = samples_of(call=[1.0, 2.0, 9.0], floor=[4.0, 1.0, 2.0])
+    assert samples.paired_ratio(CALL, FLOOR).value == 2.0
+
+
+def test_a_change_of_pace_between_rounds_leaves_a_paired_ratio_alone():
+    drift = np.array([1.0, 7.0, 3.0, 10.0, 2.0, 6.0])
+    estimate = samples_of(call=3 * drift, floor=drift).paired_ratio(CALL, FLOOR)
+    assert estimate.low == estimate.high == pytest.approx(3.0)
+
+
 def test_rounds_are_drawn_whole_so_that_what_slows_both_leaves_the_ratio_alone():
     """Call and floor drift tenfold together. Drawn one by one, their ratio would swing as far."""
     drift = np.linspace(1.0, 10.0, 101)

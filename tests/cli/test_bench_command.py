@@ -90,9 +90,21 @@ def test_rows_of_an_engine_step(documents):
         "materialize",
         "waking two threads",
         "slope",
+        "profile",
     }
     (waking,) = [row for row in rows if row["what"] == "waking two threads"]
     assert waking["floor_ms"] > 0
+
+
+def test_the_profile_of_a_small_step_shares_its_time_among_modules(documents):
+    whole, *modules = [row for row in documents["engine-step"]["rows"] if row["what"] == "profile"]
+    assert whole["module"] == "the whole step"
+    assert {"prefix_cache.step_saver", "prefix_cache.step_intake", "cli.bench.stage"} <= {
+        row["module"] for row in modules
+    }
+    assert sum(row["share_percent"] for row in modules) <= 100.0
+    for row in modules:
+        assert row["us"] == pytest.approx(whole["us"] * row["share_percent"] / 100)
 
 
 def test_the_conditions_of_the_other_benchmarks(documents):

@@ -49,7 +49,7 @@ def test_every_engine_runs_every_load(document):
         (load, concurrency, engine) for load in ("reuse", "no reuse") for concurrency in (1, 8) for engine in ENGINES
     ]
     for row in document["rows"]:
-        assert row["rounds"] == 1
+        assert row["requests"] == NUM_REQUESTS
         assert row["tokens_per_s"] > 0
         assert 0 < row["ttft_ms"] < row["end_to_end_ms"]
         assert row["tpot_ms"] > 0
@@ -60,7 +60,6 @@ def test_omni_core_leaves_the_prefill_to_the_prefix_cache(document):
     all_tokens = NUM_REQUESTS * (PREFIX_TOKENS + OWN_TOKENS)
     for row in document["rows"]:
         skips = row["load"] == "reuse" and row["engine"] != "prefix caching off"
-        assert row["prefill_tokens"] == all_tokens - (PREFIX_TOKENS if skips else 0)
-        assert row["prefill_tokens_off_plain"] == (
-            PREFIX_TOKENS if row["load"] == "reuse" and row["engine"] == "prefix caching off" else 0
-        )
+        assert row["prefill_tokens"] * NUM_REQUESTS == all_tokens - (PREFIX_TOKENS if skips else 0)
+        assert row.get("prefill_tokens_off_plain", 0) == 0
+    assert sum("prefill_tokens_off_plain" in row for row in document["rows"]) == 8

@@ -14,7 +14,8 @@ from omni_core.runtime import Runtime
 class CopyGate:
     """Holds copies back, lets them through one by one, or makes them fail. No real device has this.
 
-    A stream's worker takes a copy to the gate before it moves a byte. Streams are queues, so at most one copy of each
+    An immediate copy (`immediate_copy_bytes`) is made only while the gate is open, and does not pass it. A stream's
+    worker takes a copy to the gate before it moves a byte. Streams are queues, so at most one copy of each
     stream stands at the gate at a time. Any thread may call; only `wait_until_waiting` blocks.
     """
 
@@ -45,7 +46,7 @@ class CopyGate:
 
     @property
     def admitted(self) -> int:
-        """Copies let through since the backend was made, those told to fail included."""
+        """Copies let through since the backend was made, those told to fail included, immediate ones left out."""
         return self._admitted
 
     @contextmanager

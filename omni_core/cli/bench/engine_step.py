@@ -15,6 +15,7 @@ from omni_core.cli.bench.plots import Chart
 from omni_core.cli.bench.results import MS_PER_S, Measured, Relation, Row, Target, with_interval
 from omni_core.cli.bench.samples import Samples
 from omni_core.cli.bench.stage import OURS, OurStage
+from omni_core.cli.bench.step_profile import NOTE, profile_step
 from omni_core.cli.bench.threads import COMMITTER, MeteredRuntime, Sleepers
 from omni_core.runtime import ThreadingRuntime
 
@@ -70,11 +71,12 @@ NOTES = (
     "staging_full: steps that began with every staging slot in use all the same, because the committer was late",
     "layout_us: the median of the part of ours that finds the step's slots in the block table; it is the benchmark's "
     "own code, in the place of the runner's",
-    f"{WAKING}: two notifications of threads that sleep; a step wakes the simulated backend's copy thread and the "
-    "committer, so this is part of the floor of a step, however small",
+    f"{WAKING}: two notifications of threads that sleep; a step wakes the committer, and one of more than 64 KiB the "
+    "simulated backend's copy thread, so this is part of the floor of a step",
     f"{REST}: the same with every other thread idle; {TAKING}: on an idle machine, release included",
     "floor: one clone and one staging copy of the step's bytes, for materialize one copy; one thread, everything warm",
     "ratio: ours over the floor; peer_..._ratio: the peer over ours, of the rounds that have both",
+    NOTE,
 )
 
 
@@ -92,6 +94,7 @@ def measure(plan: Plan) -> Measured:
     sloped = {size: samples for size, samples in busy.items() if size <= SLOPE_MOST_REQUESTS}
     if len(sloped) > 1:
         rows.append(_slope(sloped))
+    rows.extend(profile_step(plan))
     return Measured(tuple(rows), (*plan.notes_beside_peer, *NOTES))
 
 

@@ -91,6 +91,17 @@ class Samples:
         """
         return _bootstrap(self._paired(name, base), lambda medians: medians[0] / medians[1])
 
+    def paired_ratio(self, name: str, base: str) -> Estimate:
+        """Median, over the rounds that have both, of what a call took over what another took in the same round.
+
+        For calls so long that the machine's own pace changes between rounds: it cancels within one.
+
+        Raises:
+            KeyError, ValueError: as `ratio`.
+        """
+        first, second = self._paired(name, base)
+        return _bootstrap((first / second,), lambda medians: medians[0])
+
     def difference_s(self, name: str, base: str) -> Estimate:
         """Median of a call less the median of another, over the rounds that have both.
 

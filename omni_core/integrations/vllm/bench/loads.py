@@ -39,6 +39,8 @@ class Load:
     own_tokens: int
     """Tokens after those, each prompt's own."""
     output_tokens: int
+    first_request: int = 0
+    """The load is the part of a larger one that begins with this request."""
 
     @property
     def num_rows(self) -> int:
@@ -60,10 +62,10 @@ class Load:
 
         shared = tokens(self.prefix_tokens)
         prompts = []
-        for _ in range(self.num_requests):
+        for _ in range(self.first_request + self.num_requests):
             prefix = shared if self.kind is LoadKind.REUSE else tokens(self.prefix_tokens)
             prompts.append(prefix + tokens(self.own_tokens))
-        return prompts
+        return prompts[self.first_request :]
 
     def as_document(self) -> dict[str, str | int]:
         """For JSON."""
@@ -75,6 +77,7 @@ class Load:
             "prefix_tokens": self.prefix_tokens,
             "own_tokens": self.own_tokens,
             "output_tokens": self.output_tokens,
+            "first_request": self.first_request,
         }
 
     @classmethod

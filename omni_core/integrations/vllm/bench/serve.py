@@ -75,7 +75,7 @@ def run_load(llm: Any, load: Load, vocab_size: int) -> LoadResult:
     engine = llm.llm_engine
     params = SamplingParams(temperature=0.0, max_tokens=load.output_tokens, ignore_eos=True, detokenize=False)
     prompts = load.prompts(vocab_size)
-    waiting = list(enumerate(prompts))[::-1]
+    waiting = list(enumerate(prompts, start=load.first_request))[::-1]
     requests: dict[str, _Request] = {}
     began_s = time.perf_counter()
     running = 0
