@@ -92,7 +92,7 @@ class DeviceCheck:
             def load(device: torch.device, seed: int = seed) -> Disturbance:
                 if device.type == "cpu":
                     return HostLoad(seed, self._runtime)
-                return DeviceLoad(seed, self._runtime, device)
+                return DeviceLoad(seed, self._runtime, torch.get_device_module(device.type), device)
 
             report = self._replay(traffic, self._checked.make_for_races, load)
             runs.append({"seed": seed, **_replay_as_json(report)})

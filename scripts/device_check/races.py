@@ -41,10 +41,10 @@ class HostLoad:
 class DeviceLoad(HostLoad):
     """On a device: a late producer, a busy second stream, copies of others, and memory that changes hands."""
 
-    def __init__(self, seed: int, runtime: Runtime, device: torch.device) -> None:
+    def __init__(self, seed: int, runtime: Runtime, module: ModuleType, device: torch.device) -> None:
         super().__init__(seed, runtime)
         self._rng = random.Random(f"device {seed}")
-        self._module: ModuleType = torch.get_device_module(device.type)
+        self._module = module
         self._device = device
         self._compute: Any = self._module.Stream()
         self._copies: Any = self._module.Stream()

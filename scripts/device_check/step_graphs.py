@@ -74,13 +74,16 @@ class DeviceGraphs:
 
     Args:
         checked: the backend's facts.
+        module: torch's module of the device.
         device: where.
         traffic: its keys and capture sizes.
         busy_rounds: matrix products of each forward, before its rows are written.
     """
 
-    def __init__(self, checked: CheckedBackend, device: torch.device, traffic: Traffic, busy_rounds: int) -> None:
-        self._module: ModuleType = torch.get_device_module(device.type)
+    def __init__(
+        self, checked: CheckedBackend, module: ModuleType, device: torch.device, traffic: Traffic, busy_rounds: int
+    ) -> None:
+        self._module = module
         self._checked = checked
         self._device = device
         self._sizes = traffic.config.capture_sizes
@@ -175,7 +178,7 @@ def make_graphs(checked: CheckedBackend, device: torch.device, traffic: Traffic,
     """The forward for this backend; graphs are captured now."""
     if checked.graph_class is None:
         return EmulatedGraphs(traffic)
-    return DeviceGraphs(checked, device, traffic, busy_rounds)
+    return DeviceGraphs(checked, torch.get_device_module(device.type), device, traffic, busy_rounds)
 
 
 def _mask(key: FakeKey) -> torch.Tensor:

@@ -7,22 +7,26 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from device_check.__main__ import PARTS, main
-from device_check.backends import BACKENDS, choose
+from device_check.backends import BACKENDS, CheckedBackend, choose
 from device_check.judge import DeliveredRows, Judge
+from device_check.races import DeviceLoad
 from device_check.replay import Undisturbed, replay
-from device_check.step_graphs import EmulatedGraphs
+from device_check.step_graphs import DeviceGraphs, EmulatedGraphs
 from device_check.traffic import TrafficConfig, record_traffic
 from omni_core_cpu_sim import CpuSimBackend
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from omni_core.backend.observer import DeviceObserver, ObservedCopy
 from omni_core.prefix_cache.config import HIDDEN_KEY
-from omni_core.runtime import Runtime
+from omni_core.runtime import Runtime, ThreadingRuntime
 
 REPOSITORY = Path(__file__).parents[2]
 SMALL = ["--steps", "60", "--race-s", "0", "--race-steps", "40", "--gap-steps", "25", "--hidden-size", "32"]
@@ -100,6 +104,53 @@ def test_rows_of_another_step_are_noticed():
     assert not wrong.ok
     assert wrong.rows_wrong > 0
     assert "is another's or garbage" in wrong.examples[0]
+
+
+class RecordedGraph(TorchDispatchMode):
+    """Captures as a device's graph does: the operations, on the tensors they were captured with."""
+
+    def __init__(self):
+        super().__init__()
+        self._operations = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self._operations.append((func, args, kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+    def replay(self):
+        for func, args, kwargs in self._operations:
+            func(*args, **kwargs)
+
+
+class HostStream:
+    def synchronize(self):
+        return None
+
+
+HOST_MODULE = SimpleNamespace(
+    CUDAGraph=RecordedGraph,
+    graph=lambda graph: graph,
+    Stream=HostStream,
+    stream=lambda stream: nullcontext(),
+    current_stream=HostStream,
+    synchronize=lambda: None,
+)
+"""The part of `torch.cuda` that the check uses, on the host. Nothing is asynchronous here but the backend's copies."""
+
+
+@pytest.mark.parametrize("waits", [False, True], ids=["as on CUDA", "as on NPU"])
+def test_captured_graphs_give_the_rows_that_the_model_has(waits, monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+    checked = CheckedBackend("cpu_sim", "", "", "CUDAGraph", synchronizes_before_replay=waits)
+    traffic = record_traffic(TrafficConfig(40, hidden_size=32))
+    report = replay(
+        traffic,
+        CpuSimBackend,
+        lambda device: DeviceGraphs(checked, HOST_MODULE, device, traffic, busy_rounds=1),
+        lambda device: DeviceLoad(7, ThreadingRuntime(), HOST_MODULE, device),
+    )
+    assert report.judgement.ok, report.judgement.examples
+    assert min(report.padded_steps, report.eager_steps) > 0
 
 
 def judged(spoil):
