@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the gate's table into docs/support.md from the rules themselves: `python scripts/render_gate.py`.
+"""Writes the gate's tables into docs/support.md from the rules themselves: `python scripts/render_gate.py`.
 
-The table stands between two marks. `tests/docs` compares it with the rules.
+Each table stands between two marks. `tests/docs` compares them with the rules.
 """
 
 from pathlib import Path
@@ -9,6 +9,7 @@ from pathlib import Path
 from marked_block import with_block
 
 from omni_core.prefix_cache.gate import GATE_RULES
+from omni_core.prefix_cache.gate_platforms import PLATFORM_RUNNERS
 
 PAGE = Path(__file__).parents[1] / "docs" / "support.md"
 
@@ -23,9 +24,18 @@ def table() -> str:
     return "\n".join(lines)
 
 
+def runners_table() -> str:
+    """One line per model runner on each kind of device."""
+    lines = ["| Device | Model runner | Worker class | Served | Checked with |", "|---|---|---|---|---|"]
+    for one in PLATFORM_RUNNERS:
+        served = f"no: {_cell(one.refusal)}; {_cell(one.remedy)}" if one.refusal else "yes"
+        lines.append(f"| {one.device_type} | {one.runner.value} | `{one.worker}` | {served} | {_cell(one.checked)} |")
+    return "\n".join(lines)
+
+
 def rendered(page: str) -> str:
-    """The page with the table as it should be."""
-    return with_block(page, "gate", table())
+    """The page with the tables as they should be."""
+    return with_block(with_block(page, "gate", table()), "runners", runners_table())
 
 
 def _cell(text: str) -> str:

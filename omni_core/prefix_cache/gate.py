@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from omni_core.prefix_cache.gate_facts import StageFacts, StageKind
+from omni_core.prefix_cache.gate_platforms import ModelRunner, RunnerProblem, runner_problem
 
 FULL_ATTENTION_KINDS = frozenset({"full_attention", "mla_attention"})
 """Kinds of KV-cache groups whose block table names the blocks of all tokens (vLLM: `FullAttentionManager`)."""
@@ -76,7 +77,14 @@ def full_attention_group(attention_group_kinds: Sequence[str]) -> int | None:
 
 def _block_sizes_do_not_fit(facts: StageFacts) -> bool:
     allocator, table = facts.allocator_block_size, facts.block_table_block_size
-    return allocator is not None and table is not None and allocator % table != 0
+    if allocator is None or table is None:
+        return False
+    # The first runner names its own blocks; the second writes down the scheduler's as they are.
+    return allocator % table != 0 if facts.model_runner is ModelRunner.V1 else allocator != table
+
+
+def _runner_problem(facts: StageFacts) -> RunnerProblem:
+    return runner_problem(facts.device_type, facts.model_runner) or RunnerProblem("", "")
 
 
 GATE_RULES: tuple[GateRule, ...] = (
@@ -91,11 +99,22 @@ GATE_RULES: tuple[GateRule, ...] = (
     GateRule(
         "version",
         GateStatus.REFUSED,
-        "vLLM is none of the releases Omni Core was run on, lacks something it rests on, or runs model runner V2",
+        "vLLM is none of the releases Omni Core was run on, or lacks something it rests on; any vLLM-Ascend, and model "
+        "runner V2 of a release it was not run on",
         lambda f: f.engine_version_problem is not None,
         lambda f: f"unsupported engine version {f.engine_version}: {f.engine_version_problem}",
-        "install one of those releases, unchanged; set VLLM_USE_V2_MODEL_RUNNER=0; or turn the cache off",
+        "install one of those releases, unchanged; set allow_untested_version=true if nothing is lacking; set "
+        "VLLM_USE_V2_MODEL_RUNNER=0 for the first runner; or turn the cache off",
         remedy_here=lambda f: f.engine_version_remedy,
+    ),
+    GateRule(
+        "runner",
+        GateStatus.REFUSED,
+        "a device without a worker class, or a model runner that cannot be served on it: the table below",
+        lambda f: runner_problem(f.device_type, f.model_runner) is not None,
+        lambda f: _runner_problem(f).reason,
+        "set VLLM_USE_V2_MODEL_RUNNER=0 where the first runner can be served; else turn the cache off",
+        remedy_here=lambda f: _runner_problem(f).remedy,
     ),
     GateRule(
         "pooling",
@@ -184,6 +203,39 @@ GATE_RULES: tuple[GateRule, ...] = (
             "which drafts were accepted"
         ),
         "turn async_scheduling off or remove speculative_config",
+    ),
+    GateRule(
+        "adaptive_verification",
+        GateStatus.REFUSED,
+        "adaptive verification of drafts: the runner chooses on the device which rows a step has",
+        lambda f: f.adaptive_verification,
+        lambda f: (
+            "enable_adaptive_verification: the model runner chooses on the device which drafts to verify, so the host "
+            "does not know which rows a step has"
+        ),
+        "set enable_adaptive_verification=false in speculative_config",
+    ),
+    GateRule(
+        "diffusion_decoding",
+        GateStatus.REFUSED,
+        "a model that decodes by diffusion: a token's row is computed again until its canvas is done",
+        lambda f: f.decodes_by_diffusion,
+        lambda f: (
+            "a model that decodes by diffusion computes the rows of its canvas again in each step, and says only later "
+            "which of them stay"
+        ),
+        "turn the cache off for this model",
+    ),
+    GateRule(
+        "full_graphs",
+        GateStatus.REFUSED,
+        "a model with further outputs (`take_stage_outputs`) whose whole forward may be replayed as a device graph",
+        lambda f: f.hands_out_outputs and f.full_graphs,
+        lambda f: (
+            "the model hands out further outputs, and a forward that is replayed as one graph runs none of its Python, "
+            "so it would hand out those of another step"
+        ),
+        'set compilation_config={"cudagraph_mode": "PIECEWISE"}',
     ),
     GateRule(
         "priority_scheduling",

@@ -6,6 +6,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from omni_core.prefix_cache.gate_platforms import ModelRunner
+
 
 class StageKind(Enum):
     """What a stage computes."""
@@ -26,6 +28,9 @@ class StageFacts:
 
     enabled: bool
     """The operator asked for the cache."""
+    device_type: str = "cpu"
+    """vLLM's `device_config.device_type`."""
+    model_runner: ModelRunner = ModelRunner.V1
     kind: StageKind = StageKind.AUTOREGRESSIVE
     prefix_caching: bool = True
     is_output_rank: bool = True
@@ -43,6 +48,14 @@ class StageFacts:
     num_speculative_tokens: int = 0
     async_scheduling: bool = False
     """Whether a step is scheduled before the one before it has been sampled."""
+    adaptive_verification: bool = False
+    """Whether the second model runner chooses on the device which drafts to verify."""
+    decodes_by_diffusion: bool = False
+    """Whether tokens come a canvas at a time, each computed again and again (vLLM: `ModelConfig.is_diffusion`)."""
+    hands_out_outputs: bool = False
+    """Whether the model has further outputs beside its hidden state (`take_stage_outputs`)."""
+    full_graphs: bool = False
+    """Whether whole forwards may be replayed as device graphs, without any Python of the model."""
     scheduling_policy: str = "fcfs"
     decode_context_parallel_size: int = 1
     prefill_context_parallel_size: int = 1

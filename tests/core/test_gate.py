@@ -13,6 +13,7 @@ from omni_core.prefix_cache.gate import (
     stage_prefix_cache_config,
 )
 from omni_core.prefix_cache.gate_facts import StageFacts, StageKind
+from omni_core.prefix_cache.gate_platforms import PLATFORM_RUNNERS, ModelRunner, runner_problem
 
 PLAIN = StageFacts(enabled=True, engine_version="0.32.0", allocator_block_size=16, block_table_block_size=16)
 
@@ -27,6 +28,12 @@ CASES = {
         GateStatus.REFUSED,
         "0.99.0: the runner has no execute_model_state",
         "install 0.32.0",
+    ),
+    "runner": (
+        {"device_type": "npu", "model_runner": ModelRunner.V2},
+        GateStatus.REFUSED,
+        "npu, V2: .*unfinished",
+        "set VLLM_USE_V2_MODEL_RUNNER=0",
     ),
     "pooling": ({"kind": StageKind.POOLING}, GateStatus.IGNORED, "pooling stage", ""),
     "codec_decoder": (
@@ -61,6 +68,24 @@ CASES = {
         GateStatus.REFUSED,
         "num_speculative_tokens=1 with async_scheduling",
         "turn async_scheduling off",
+    ),
+    "adaptive_verification": (
+        {"num_speculative_tokens": 3, "adaptive_verification": True},
+        GateStatus.REFUSED,
+        "chooses on the device which drafts",
+        "set enable_adaptive_verification=false",
+    ),
+    "diffusion_decoding": (
+        {"decodes_by_diffusion": True},
+        GateStatus.REFUSED,
+        "decodes by diffusion",
+        "turn the cache off",
+    ),
+    "full_graphs": (
+        {"hands_out_outputs": True, "full_graphs": True},
+        GateStatus.REFUSED,
+        "replayed as one graph runs none of its Python",
+        '"cudagraph_mode": "PIECEWISE"',
     ),
     "priority_scheduling": ({"scheduling_policy": "priority"}, GateStatus.REFUSED, "'priority'", "use 'fcfs'"),
     "fast_prefill": (
@@ -179,6 +204,12 @@ def test_a_rank_or_stage_without_use_for_a_cache_is_never_refused_one(quiet, lou
         {"attention_group_kinds": ("sliding_window", "mamba", "full_attention")},
         {"attention_group_kinds": ("mla_attention",)},
         {"block_table_block_size": 4},
+        {"hands_out_outputs": True},
+        {"full_graphs": True},
+        {"model_runner": ModelRunner.V2},
+        {"device_type": "cuda"},
+        {"device_type": "cuda", "model_runner": ModelRunner.V2, "async_scheduling": True},
+        {"device_type": "npu", "async_scheduling": True},
     ],
 )
 def test_what_does_no_harm_is_supported(facts):
@@ -198,3 +229,19 @@ def test_what_does_no_harm_is_supported(facts):
 )
 def test_the_group_to_mirror_is_the_first_that_keeps_every_tokens_block(kinds, index):
     assert full_attention_group(kinds) == index
+
+
+def test_the_second_runner_writes_down_the_schedulers_blocks_so_smaller_ones_are_refused():
+    decision = decided(model_runner=ModelRunner.V2, block_table_block_size=4)
+    assert (decision.status, decision.rule) == (GateStatus.REFUSED, "block_size")
+
+
+def test_each_runner_on_each_device_is_listed_once_and_what_is_refused_says_why_and_what_to_do():
+    assert len({(one.device_type, one.runner) for one in PLATFORM_RUNNERS}) == len(PLATFORM_RUNNERS) == 6
+    for one in PLATFORM_RUNNERS:
+        assert bool(one.refusal) == bool(one.remedy) == (runner_problem(one.device_type, one.runner) is not None)
+        assert one.checked
+
+
+def test_a_device_without_a_worker_class_is_refused_and_those_with_one_are_named():
+    assert "there are worker classes for cpu, cuda, npu only" in decided(device_type="xpu").reason

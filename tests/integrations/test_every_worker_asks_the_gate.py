@@ -17,6 +17,7 @@ from worker_classes import WorkerClass, loaded, worker_classes
 from omni_core.integrations.vllm import stage as stage_module
 from omni_core.integrations.vllm.errors import GateRefusedError
 from omni_core.prefix_cache.gate import GateStatus
+from omni_core.prefix_cache.gate_platforms import PLATFORM_RUNNERS
 
 INTEGRATIONS = Path(__file__).parents[2] / "omni_core" / "integrations"
 WORKERS = worker_classes(INTEGRATIONS, "omni_core.integrations")
@@ -28,7 +29,7 @@ def engine(monkeypatch):
     """What the stage asks of vLLM itself, of which there is none here."""
     answers = {
         "engine_version": lambda: "0.32.0",
-        "engine_lacks": lambda: (),
+        "engine_lacks": lambda device_type: (),
         "is_output_rank": lambda: True,
         "attention_group_kinds": lambda config: tuple(group.kind for group in config.kv_cache_groups),
         "request_ids_are_randomised": lambda: True,
@@ -51,6 +52,8 @@ def vllm_config(*, enabled=True, kv_role=None, max_model_len=fake.MAX_LEN):
         scheduler_config=SimpleNamespace(policy="fcfs", max_num_batched_tokens=64, async_scheduling=False),
         kv_transfer_config=transfer,
         speculative_config=None,
+        compilation_config=SimpleNamespace(cudagraph_mode=SimpleNamespace(has_full_cudagraphs=lambda: False)),
+        device_config=SimpleNamespace(device_type="cpu"),
         model_config=SimpleNamespace(
             runner_type="generate",
             dtype=torch.float32,
@@ -96,8 +99,8 @@ def worker_class(request):
         yield found
 
 
-def test_the_worker_for_the_cpu_is_among_those_found():
-    assert WorkerClass("omni_core.integrations.vllm.cpu_worker", "OmniCpuWorker") in WORKERS
+def test_the_workers_for_cpu_cuda_and_npu_are_those_found():
+    assert [f"{worker.module}.{worker.name}" for worker in WORKERS] == sorted({one.worker for one in PLATFORM_RUNNERS})
 
 
 def test_what_the_configuration_says_is_refused_before_a_worker_loads_anything(worker_class):
@@ -130,6 +133,22 @@ def test_what_the_model_declares_of_its_stage_is_asked_about(worker_class, kind,
     assert (session.decision.status, session.decision.rule) == (status, kind)
     assert session.cache is None
     assert session.report()["gate"]["status"] == status.value
+
+
+def test_what_vllm_runs_to_warm_up_is_none_of_a_clients(worker_class):
+    worker = start(worker_class, vllm_config())
+
+    def warm_up():
+        worker.model_runner.execute_model(fake.scheduled(new=[("_warmup_0_", [5, 6], [1], 0, 2)]))
+        worker.model_runner.sample_tokens({})
+        worker.model_runner.execute_model(fake.scheduled(finished=["_warmup_0_"]))
+        return "compilation times"
+
+    worker.warm_up = warm_up
+    assert worker.compile_or_warm_up_model() == "compilation times"
+    saved = worker.omni_core_session.cache.stats().steps_saved
+    worker.shutdown()
+    assert saved == 0
 
 
 def test_a_policy_without_hidden_rows_is_told_to_the_gate(worker_class):

@@ -20,6 +20,7 @@ CONSUMER, BOTH, PRODUCER = (
     for role in ("kv_consumer", "kv_both", "kv_producer")
 )
 DRAFTS = SimpleNamespace(num_speculative_tokens=3)
+LET_TRY = StageSettings(enabled=True, allow_untested_version=True)
 
 
 def vllm_config(**changed):
@@ -30,6 +31,8 @@ def vllm_config(**changed):
             decode_context_parallel_size=1, prefill_context_parallel_size=1, data_parallel_size_local=1
         ),
         "scheduler_config": SimpleNamespace(policy="fcfs", max_num_batched_tokens=256, async_scheduling=False),
+        "compilation_config": SimpleNamespace(cudagraph_mode=SimpleNamespace(has_full_cudagraphs=lambda: False)),
+        "device_config": SimpleNamespace(device_type="cpu"),
         "kv_transfer_config": None,
         "speculative_config": None,
         "model_config": SimpleNamespace(runner_type="generate", dtype=torch.bfloat16, get_hidden_size=lambda: 64),
@@ -37,6 +40,9 @@ def vllm_config(**changed):
     return SimpleNamespace(**(parts | changed))
 
 
+FULL_GRAPHS = vllm_config(
+    compilation_config=SimpleNamespace(cudagraph_mode=SimpleNamespace(has_full_cudagraphs=lambda: True))
+)
 PLAIN_GROUPS = {"kinds": ("full_attention",), "allocator_block_size": 32, "block_table_block_size": 32}
 
 
@@ -111,7 +117,31 @@ def test_a_stage_with_no_use_for_a_cache_is_left_alone(changed, rule):
         ({"groups": {"prefix_replay_tokens": 128}}, "prefix_replay_tokens=128"),
         ({"groups": {"block_table_block_size": 24}}, "blocks of 32 tokens"),
         ({"engine_version": "0.26.1"}, "0.26.1"),
-        ({"uses_v2_runner": True}, "VLLM_USE_V2_MODEL_RUNNER=0"),
+        ({"engine_version": "0.31.0", "uses_v2_runner": True}, "VLLM_USE_V2_MODEL_RUNNER=0"),
+        ({"uses_v2_runner": True, "groups": {"block_table_block_size": 16}}, "blocks of 32 tokens"),
+        ({"config": vllm_config(device_config=SimpleNamespace(device_type="xpu"))}, "device type 'xpu'"),
+        ({"config": vllm_config(device_config=SimpleNamespace(device_type="npu"))}, "allow_untested_version"),
+        (
+            {
+                "config": vllm_config(device_config=SimpleNamespace(device_type="npu")),
+                "settings": LET_TRY,
+                "uses_v2_runner": True,
+            },
+            "VLLM_USE_V2_MODEL_RUNNER=0",
+        ),
+        (
+            {
+                "config": vllm_config(
+                    speculative_config=SimpleNamespace(num_speculative_tokens=3, enable_adaptive_verification=True)
+                )
+            },
+            "enable_adaptive_verification",
+        ),
+        (
+            {"config": vllm_config(model_config=SimpleNamespace(runner_type="generate", is_diffusion=True))},
+            "decodes by diffusion",
+        ),
+        ({"config": FULL_GRAPHS, "hands_out_outputs": True}, '"cudagraph_mode": "PIECEWISE"'),
     ],
 )
 def test_a_stage_whose_rows_could_be_wrong_is_refused_with_the_reason(changed, named):
@@ -126,9 +156,14 @@ def test_a_stage_whose_rows_could_be_wrong_is_refused_with_the_reason(changed, n
         {"config": vllm_config(speculative_config=DRAFTS)},
         {"groups": {"kinds": ("mamba", "full_attention")}},
         {"groups": {"block_table_block_size": 16}},
+        {"uses_v2_runner": True},
+        {"config": FULL_GRAPHS},
+        {"config": vllm_config(device_config=SimpleNamespace(device_type="cuda"))},
+        {"config": vllm_config(device_config=SimpleNamespace(device_type="npu")), "settings": LET_TRY},
+        {"config": vllm_config(scheduler_config=SimpleNamespace(policy="fcfs", async_scheduling=True))},
     ],
 )
-def test_drafts_hybrid_models_and_smaller_kernel_blocks_are_served(changed):
+def test_drafts_hybrid_models_smaller_kernel_blocks_and_other_devices_are_served(changed):
     assert decide(facts(**changed)).status is GateStatus.SUPPORTED
 
 

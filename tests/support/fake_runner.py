@@ -50,13 +50,14 @@ class FakeRunner:
 
     is_pooling_model = False
     lora_config = None
+    _kernel_blocks = 1  # per block of the scheduler's
 
     def __init__(self, model=None):
         self.model = model or FakeModel()
         self.device = torch.device("cpu")
         table = SimpleNamespace(
-            block_size=BLOCK_SIZE,
-            block_table=SimpleNamespace(np=np.zeros((MAX_REQS, MAX_LEN // BLOCK_SIZE), np.int32)),
+            block_size=BLOCK_SIZE // self._kernel_blocks,
+            block_table=SimpleNamespace(np=np.zeros((MAX_REQS, MAX_LEN // BLOCK_SIZE * self._kernel_blocks), np.int32)),
             num_blocks_per_row=np.zeros(MAX_REQS, np.int32),
         )
         self.input_batch = SimpleNamespace(
@@ -77,6 +78,7 @@ class FakeRunner:
         self.max_model_len = MAX_LEN
         self.requests = {}
         self._num_tokens = {}
+        self._device_tokens = self.input_batch.token_ids_cpu
 
     def get_model(self):
         return self.model
@@ -89,6 +91,7 @@ class FakeRunner:
 
     @torch.inference_mode()
     def execute_model(self, scheduler_output, intermediate_tensors=None):
+        assert self.execute_model_state is None
         self._update(scheduler_output)
         batch = self.input_batch
         counts = [scheduler_output.num_scheduled_tokens[req_id] for req_id in batch.req_ids]
@@ -96,30 +99,44 @@ class FakeRunner:
             return "nothing to do"
         firsts = [int(batch.num_computed_tokens_cpu[index]) for index in range(len(counts))]
         positions = [list(range(first, first + count)) for first, count in zip(firsts, counts, strict=True)]
-        tokens = [batch.token_ids_cpu[index].tolist() for index in range(len(counts))]
+        tokens = [self._device_tokens[index].tolist() for index in range(len(counts))]
         flat = [position for run in positions for position in run]
         fed = [tokens[index][position] for index, run in enumerate(positions) for position in run]
         self.query_start_loc.np[: len(counts) + 1] = np.concatenate(([0], np.cumsum(counts)))
         self.positions[: len(flat)] = torch.tensor(flat)
         self.input_ids.gpu[: len(flat)] = torch.tensor(fed, dtype=torch.int32)
-        self.execute_model_state = SimpleNamespace(hidden_states=self._forward(tokens, positions))
+        self.execute_model_state = SimpleNamespace(
+            hidden_states=self._forward(tokens, positions), aux_hidden_states=None
+        )
         return None
 
-    def sample_tokens(self, sampled):
-        """Use the state up; `sampled` maps a request to its next token, or tokens where it had drafts."""
+    def sample_tokens(self, grammar_output):
+        """Use the state up. The argument maps a request to its next token, or its tokens where it had drafts."""
         self.execute_model_state = None
         batch = self.input_batch
         by_request = []
         for index, req_id in enumerate(batch.req_ids):
-            tokens = sampled.get(req_id, [])
+            tokens = grammar_output.get(req_id, [])
             tokens = tokens if isinstance(tokens, list) else [tokens]
-            end = self._num_tokens[req_id] + len(tokens)
-            batch.token_ids_cpu[index, self._num_tokens[req_id] : end] = tokens
-            self._num_tokens[req_id] = end
+            self._keep_sampled(index, self._num_tokens[req_id], tokens)
+            self._num_tokens[req_id] += len(tokens)
             self.requests[req_id].output_token_ids.extend(tokens)
             by_request.append(tokens)
         order = {req_id: index for index, req_id in enumerate(batch.req_ids)}
-        return SimpleNamespace(sampled_token_ids=by_request, req_id_to_index=order)
+        return self._output(SimpleNamespace(sampled_token_ids=by_request, req_id_to_index=order))
+
+    def _keep_sampled(self, index, first, tokens):
+        self.input_batch.token_ids_cpu[index, first : first + len(tokens)] = tokens
+
+    def _output(self, output):
+        return output
+
+    def _append_blocks(self, index, block_ids):
+        table, split = self.input_batch.block_table[0], self._kernel_blocks
+        ids = [block_id * split + part for block_id in block_ids for part in range(split)]
+        held = table.num_blocks_per_row[index]
+        table.block_table.np[index, held : held + len(ids)] = ids
+        table.num_blocks_per_row[index] += len(ids)
 
     def _forward(self, tokens, positions):
         self.forwards += 1
@@ -136,15 +153,17 @@ class FakeRunner:
         for req_id in scheduler_output.finished_req_ids & set(batch.req_ids):
             index = batch.req_ids.index(req_id)
             batch.req_ids.pop(index)
-            for array in (batch.num_computed_tokens_cpu, batch.token_ids_cpu, table, lengths):
+            rows = {id(array): array for array in (batch.token_ids_cpu, self._device_tokens)}
+            for array in (batch.num_computed_tokens_cpu, table, lengths, *rows.values()):
                 array[index:-1] = array[index + 1 :].copy()
         for new in scheduler_output.scheduled_new_reqs:
             index = len(batch.req_ids)
             batch.req_ids.append(new.req_id)
-            batch.token_ids_cpu[index, : len(new.prompt_token_ids)] = new.prompt_token_ids
+            for array in (batch.token_ids_cpu, self._device_tokens):
+                array[index, : len(new.prompt_token_ids)] = new.prompt_token_ids
             batch.num_computed_tokens_cpu[index] = new.num_computed_tokens
-            table[index, : len(new.block_ids[0])] = new.block_ids[0]
-            lengths[index] = len(new.block_ids[0])
+            lengths[index] = 0
+            self._append_blocks(index, new.block_ids[0])
             self._num_tokens[new.req_id] = len(new.prompt_token_ids)
             self.requests[new.req_id] = SimpleNamespace(
                 num_prompt_tokens=len(new.prompt_token_ids), output_token_ids=[], sampling_params=new.sampling_params
@@ -156,27 +175,29 @@ class FakeRunner:
             index = batch.req_ids.index(req_id)
             batch.num_computed_tokens_cpu[index] = computed
             if blocks:
-                held = lengths[index]
-                table[index, held : held + len(blocks[0])] = blocks[0]
-                lengths[index] += len(blocks[0])
+                self._append_blocks(index, blocks[0])
         for req_id, drafts in scheduler_output.scheduled_spec_decode_tokens.items():
             first = self._num_tokens[req_id]
             batch.token_ids_cpu[batch.req_ids.index(req_id), first : first + len(drafts)] = drafts
 
 
-def scheduled(new=(), running=(), finished=(), drafts=None, max_tokens=MAX_LEN, lora_request=None):
+def scheduled(
+    new=(), running=(), finished=(), drafts=None, max_tokens=MAX_LEN, lora_request=None, preempted=(), outputs=None
+):
     """A scheduler output. `lora_request`: the adapter of its new requests.
 
     `new`: (req_id, prompt, block ids, computed, scheduled). `running`: (req_id, computed, scheduled, new block ids).
-    `drafts`: request to its draft tokens, which its scheduled tokens include.
+    `drafts`: request to its draft tokens, which its scheduled tokens include. `outputs`: in the form of the second
+    model runner, what those of the new requests that were preempted had generated.
     """
+    outputs = outputs or {}
     counts = {req_id: count for req_id, _, _, _, count in new} | {req_id: count for req_id, _, count, _ in running}
     return SimpleNamespace(
         scheduled_new_reqs=[
             SimpleNamespace(
                 req_id=req_id,
                 prompt_token_ids=prompt,
-                prefill_token_ids=None,
+                prefill_token_ids=[*prompt, *outputs[req_id]] if req_id in outputs else None,
                 block_ids=(blocks,),
                 num_computed_tokens=computed,
                 mm_features=[],
@@ -187,6 +208,7 @@ def scheduled(new=(), running=(), finished=(), drafts=None, max_tokens=MAX_LEN, 
                     max_tokens=max_tokens,
                     eos_token_id=EOS_TOKEN_ID,
                     stop_token_ids=[STOP_TOKEN_ID],
+                    min_tokens=0,
                     repetition_detection=None,
                 ),
             )
@@ -202,6 +224,7 @@ def scheduled(new=(), running=(), finished=(), drafts=None, max_tokens=MAX_LEN, 
         num_scheduled_tokens=counts,
         total_num_scheduled_tokens=sum(counts.values()),
         finished_req_ids=set(finished),
+        preempted_req_ids=set(preempted) or None,
         kv_cache_block_copies=None,
         scheduled_spec_decode_tokens=drafts or {},
     )

@@ -7,6 +7,7 @@ import torch
 from omni_core.integrations.vllm.adapter_files import AdapterFiles
 from omni_core.integrations.vllm.chosen_layers import ChosenLayers, capture_layers
 from omni_core.integrations.vllm.runner_hooks import adopt_hooks
+from omni_core.integrations.vllm.runners.v1 import V1View
 from omni_core.integrations.vllm.session import StageSession
 from omni_core.integrations.vllm.stage_parts import StageParts
 from omni_core.integrations.vllm.tap import install_tap
@@ -21,7 +22,17 @@ class FakeStage:
     """Sixteen blocks of four tokens; `settings` as an operator gives them."""
 
     def __init__(
-        self, *, tap=False, model=None, runner=None, policy=None, runtime=None, first_prompts_block=None, **settings
+        self,
+        *,
+        tap=False,
+        model=None,
+        runner=None,
+        policy=None,
+        runtime=None,
+        first_prompts_block=None,
+        view=None,
+        request_ids_randomised=True,
+        **settings,
     ):
         self.settings = StageSettings(enabled=True, **({"on_error": OnError.RAISE} | settings))
         layers = ChosenLayers(self.settings.captured_layers)
@@ -43,8 +54,9 @@ class FakeStage:
             layers.declared_in(policy or ModelCachePolicy()),
             model=self.runner.model,
             device=self.runner.device,
+            view=view or V1View(0),
             group_index=0,
-            request_ids_randomised=True,
+            request_ids_randomised=request_ids_randomised,
             stop_rule=fake.ends,
             runtime=runtime or ThreadingRuntime(),
             first_prompts_block=first_prompts_block,

@@ -27,6 +27,7 @@ class EngineWorker:
     """The part of vLLM's worker that Omni Core's build upon; writes down what ran."""
 
     use_v2_model_runner = False
+    warm_up = staticmethod(lambda: None)
 
     def __init__(self, vllm_config, runner):
         self.vllm_config = vllm_config
@@ -43,6 +44,9 @@ class EngineWorker:
 
     def initialize_from_config(self, kv_cache_config):
         self.ran.append("initialize_from_config")
+
+    def compile_or_warm_up_model(self):
+        return self.warm_up()
 
     def shutdown(self):
         self.ran.append("shutdown")

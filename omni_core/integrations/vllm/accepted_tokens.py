@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from omni_core.integrations.vllm.versions import StepArrays
+from omni_core.integrations.vllm.runners.step_arrays import StepArrays
 
 
 class SampledTokens(Protocol):
@@ -86,6 +86,56 @@ def _num_kept(runner: Any, req_id: str, sampled: Sequence[int], stop_rule: StopR
         if stop_rule(so_far, runner.max_model_len):
             return count
     return len(sampled)
+
+
+@dataclass(frozen=True, slots=True)
+class OutputEnd:
+    """Tells which sampled token ends a request, where the worker goes on before the scheduler has looked. Pure."""
+
+    sampling_params: Any
+    """vLLM's `SamplingParams`."""
+    stop_rule: StopRule
+    max_model_len: int
+
+    def first_end(
+        self, sampled: Sequence[int], *, num_prompt_tokens: int, num_before: int, before: Callable[[], Sequence[int]]
+    ) -> int | None:
+        """Index of the first of the sampled tokens that ends the request; `None`: it goes on.
+
+        Args:
+            sampled: what one step sampled for it.
+            num_prompt_tokens: length of its prompt.
+            num_before: tokens sampled for it before.
+            before: gives those; asked only where the rule looks for repetitions.
+        """
+        outputs: Sequence[int] = sampled
+        if self.sampling_params.repetition_detection is not None:
+            outputs = [*before(), *sampled]
+        num_other = len(outputs) - len(sampled)
+        for count in range(1, len(sampled) + 1):
+            so_far = _RequestSoFar(
+                self.sampling_params, num_prompt_tokens, num_before + count, outputs[: num_other + count]
+            )
+            if self.stop_rule(so_far, self.max_model_len):
+                return count - 1
+        return None
+
+
+def accepted_samples(output: SampledTokens, step: StepArrays) -> dict[str, int]:
+    """For each request with drafts, how many tokens were sampled: rows of so many of its run are the model's.
+
+    Those behind the token that ends the request are among them; whoever hands rows on leaves them out. As for
+    `kept_samples`, all count if nothing was sampled.
+    """
+    return {
+        req_id: len(output.sampled_token_ids[output.req_id_to_index[req_id]]) or drafts + 1
+        for req_id, drafts in _drafts(step).items()
+    }
+
+
+def sampled_tokens(output: SampledTokens, step: StepArrays) -> tuple[tuple[int, ...], ...]:
+    """What was sampled for each request of a step, in its order. Copied: the scheduler cuts the output's own lists."""
+    return tuple(tuple(output.sampled_token_ids[output.req_id_to_index[req_id]]) for req_id in step.req_ids)
 
 
 def fewest_sampled(step: StepArrays) -> dict[str, int]:

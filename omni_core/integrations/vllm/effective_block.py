@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from omni_core.integrations.vllm.delivery.built_step import StartedRequest
-from omni_core.integrations.vllm.versions import drops_block_of_hits, hit_alignment_tokens
+from omni_core.integrations.vllm.versions import draft_groups, drops_block_of_hits, hit_alignment_tokens
 from omni_core.settings.sources import SECTION
 
 _LOG = logging.getLogger(__name__)
@@ -109,7 +109,7 @@ def effective_block(kinds: Sequence[str], kv_cache_config: Any, vllm_config: Any
     dropped_tokens = 0
     if drops_block_of_hits(vllm_config):
         # Of every group, if vLLM could not tell which holds the draft's layers. What a Mamba group found stays whole.
-        drafts = [group.is_eagle_group for group in kv_cache_config.kv_cache_groups]
+        drafts = draft_groups(kv_cache_config)
         dropping = (
             min(alignment_tokens, group.num_tokens)
             for group, of_draft in zip(groups, drafts, strict=True)

@@ -20,6 +20,10 @@ class RowsBeyondTableError(IntegrationError):
     """A row was computed at a position for which its request has no KV block, so it has no slot."""
 
 
+class BlockTableMismatchError(IntegrationError):
+    """What is known of a batch's blocks or rows is not what the model runner used; its slots would be wrong."""
+
+
 class LayersNotCapturedError(IntegrationError):
     """A forward did not return the chosen layers, or the model hands out one of their keys itself."""
 

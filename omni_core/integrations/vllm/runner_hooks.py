@@ -2,8 +2,7 @@
 """How a model runner adopts the hooks of a stage. No method body of vLLM is copied.
 
 vLLM 0.32 runs a step in two calls: `execute_model` computes and returns `None`, leaving what it computed in
-`execute_model_state`, and `sample_tokens` uses that up. Profile and dummy runs do not go through `execute_model`, so
-they never reach the cache.
+`execute_model_state`, and `sample_tokens` uses that up. Profile, dummy and warm-up runs never reach the cache.
 """
 
 from __future__ import annotations
@@ -21,14 +20,17 @@ class RunnerHooksMixin:
 
     def execute_model(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
         """Run vLLM's `execute_model`, with the hooks around it."""
-        self.omni_core_hooks.before_forward(self, scheduler_output)
+        is_real_step = self.omni_core_hooks.is_real_step(args, kwargs)
+        if is_real_step:
+            self.omni_core_hooks.before_forward(self, scheduler_output)
         # The runner's own class comes next in the order of base classes, which this class alone cannot know.
         result = cast("Any", super()).execute_model(scheduler_output, *args, **kwargs)
-        self.omni_core_hooks.after_forward(self, scheduler_output)
+        if is_real_step:
+            self.omni_core_hooks.after_forward(self, scheduler_output)
         return result
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
-        """Run vLLM's `sample_tokens`; then the rows of accepted drafts are known."""
+        """Run vLLM's `sample_tokens`; then, or when its output is complete, the rows of accepted drafts are known."""
         output = cast("Any", super()).sample_tokens(*args, **kwargs)
         self.omni_core_hooks.after_sampling(self, output)
         return output

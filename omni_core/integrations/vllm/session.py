@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import atexit
 import weakref
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from typing import Any, cast
 
@@ -112,6 +113,16 @@ class StageSession:
             )
         return self._parts.sink
 
+    @contextmanager
+    def warming_up(self) -> Iterator[None]:
+        """While this is entered the engine runs requests of its own making: neither the cache nor the tap sees them."""
+        with ExitStack() as entered:
+            if self._parts is not None:
+                entered.enter_context(self._parts.hooks.warming_up())
+            if self.tap is not None:
+                entered.enter_context(self.tap.paused())
+            yield
+
     def reset(self) -> dict[str, Any] | None:
         """Forget every row and request, and any failure; the fields of `ResetReport`. Engine thread, between steps.
 
@@ -147,7 +158,7 @@ class StageSession:
         return cast("dict[str, Any]", _plain(asdict(report)))
 
     def report(self) -> dict[str, Any]:
-        """Plain dicts, lists, strings and numbers; any thread. more of a stage with a cache."""
+        """Plain dicts, lists, strings and numbers; any thread. More of a stage with a cache."""
         decision = self.decision
         told: dict[str, Any] = {
             "gate": {
@@ -191,7 +202,7 @@ def stage_session(llm: Any) -> StageSession:
     found = vars(worker).get("omni_core_session")
     if not isinstance(found, StageSession):
         raise StageNotFoundError(
-            f"the engine's worker is a {type(worker).__qualname__}; give the engine "
+            f"the engine's worker is a {type(worker).__qualname__}; give the engine one of Omni Core's, such as "
             'worker_cls="omni_core.integrations.vllm.cpu_worker.OmniCpuWorker"'
         )
     return found

@@ -15,19 +15,20 @@ from omni_core.integrations.vllm.adapter_files import AdapterFiles
 from omni_core.integrations.vllm.chosen_layers import ChosenLayers, check_layers
 from omni_core.integrations.vllm.effective_block import effective_block, warn_if_no_prompt_can_hit
 from omni_core.integrations.vllm.runner_hooks import adopt_hooks
+from omni_core.integrations.vllm.runners.choice import block_table_block_size, check_staging, runner_view
 from omni_core.integrations.vllm.session import StageSession
 from omni_core.integrations.vllm.stage_facts import KvGroups, cache_config, decide, stage_facts
 from omni_core.integrations.vllm.stage_parts import StageParts
 from omni_core.integrations.vllm.tap import install_tap
 from omni_core.integrations.vllm.versions import (
     attention_group_kinds,
-    block_table_block_size,
     engine_lacks,
     engine_stop_rule,
     engine_version,
     is_output_rank,
     prefix_replay_tokens,
     request_ids_are_randomised,
+    stage_outputs_model,
 )
 from omni_core.prefix_cache.gate import GateStatus, full_attention_group
 from omni_core.prefix_cache.policy import ModelCachePolicy
@@ -43,17 +44,19 @@ def check_stage(settings: StageSettings, vllm_config: Any, *, uses_v2_runner: bo
 
     Raises:
         GateRefusedError: the gate refuses.
-        SettingsError: layers were asked for that this engine cannot give.
+        SettingsError: layers were asked for that this engine cannot give, or staging slots are too few for it.
     """
     decide(
         stage_facts(
             settings,
             vllm_config,
             engine_version=engine_version(),
-            engine_lacks=engine_lacks() if settings.enabled else (),
+            engine_lacks=engine_lacks(vllm_config.device_config.device_type) if settings.enabled else (),
             uses_v2_runner=uses_v2_runner,
         )
     )
+    if settings.enabled:
+        check_staging(settings, vllm_config, uses_v2_runner=uses_v2_runner)
     check_layers(settings, vllm_config)
 
 
@@ -84,7 +87,7 @@ def open_stage(
         groups = replace(
             groups,
             allocator_block_size=int(kv_cache_config.kv_cache_groups[group_index].kv_cache_spec.block_size),
-            block_table_block_size=None if uses_v2_runner else block_table_block_size(runner, group_index),
+            block_table_block_size=block_table_block_size(runner, group_index, uses_v2_runner=uses_v2_runner),
         )
     # A stage that did not ask is left alone, whatever its model declares.
     policy = ModelCachePolicy.from_model(runner.get_model()) if settings.enabled else ModelCachePolicy()
@@ -97,6 +100,7 @@ def open_stage(
             is_output_rank=is_output_rank(),
             kv_groups=groups,
             policy=policy,
+            hands_out_outputs=stage_outputs_model(runner.get_model()) is not None,
         )
     )
     parts: StageParts | None = None
@@ -115,6 +119,7 @@ def open_stage(
             ChosenLayers(settings.captured_layers).declared_in(policy),
             model=runner.get_model(),
             device=runner.device,
+            view=runner_view(vllm_config, group_index, groups.allocator_block_size, uses_v2_runner=uses_v2_runner),
             group_index=group_index,
             request_ids_randomised=request_ids_are_randomised(),
             stop_rule=engine_stop_rule(),
@@ -136,7 +141,7 @@ def open_stage(
         if parts is not None:
             undo.callback(parts.close, None)
             adopt_hooks(runner, parts.hooks)
-        tap = install_tap(runner, layers=settings.captured_layers) if settings.tap and not uses_v2_runner else None
+        tap = install_tap(runner, layers=settings.captured_layers) if settings.tap else None
         session = StageSession(settings, decision, parts=parts, tap=tap, told_settings=resolved.plain())
         undo.pop_all()
     return session

@@ -12,9 +12,11 @@ from omni_core.integrations.vllm.chosen_layers import ChosenLayers
 from omni_core.integrations.vllm.errors import GateRefusedError
 from omni_core.integrations.vllm.releases.engine_contract import EngineFact
 from omni_core.integrations.vllm.releases.engine_releases import engine_version_problem
+from omni_core.integrations.vllm.versions import decodes_by_diffusion, verifies_adaptively
 from omni_core.prefix_cache.config import PrefixCacheConfig
 from omni_core.prefix_cache.gate import GateDecision, GateStatus, stage_prefix_cache_config
 from omni_core.prefix_cache.gate_facts import StageFacts, StageKind
+from omni_core.prefix_cache.gate_platforms import ModelRunner
 from omni_core.prefix_cache.policy import ModelCachePolicy
 from omni_core.settings.stage_settings import StageSettings
 
@@ -43,6 +45,7 @@ def stage_facts(
     is_output_rank: bool = True,
     kv_groups: KvGroups | None = None,
     policy: ModelCachePolicy | None = None,
+    hands_out_outputs: bool = False,
 ) -> StageFacts:
     """The facts of a stage. Pure; reads `vllm_config` (vLLM's `VllmConfig`).
 
@@ -55,6 +58,7 @@ def stage_facts(
         is_output_rank: to be left out before the distributed groups exist.
         kv_groups: to be left out before the KV cache is made; what it would say is then taken to be right.
         policy: the model's; to be left out before it is loaded.
+        hands_out_outputs: whether the model has further outputs; to be left out before it is loaded.
     """
     cache_config = vllm_config.cache_config
     parallel_config = vllm_config.parallel_config
@@ -63,14 +67,19 @@ def stage_facts(
     groups = kv_groups or KvGroups()
     declared = policy or ModelCachePolicy()
     pooling = vllm_config.model_config.runner_type == "pooling"
+    device_type = str(vllm_config.device_config.device_type)
+    runner = ModelRunner.V2 if uses_v2_runner else ModelRunner.V1
     problem = engine_version_problem(
         engine_version,
         lacking=engine_lacks,
-        uses_v2_runner=uses_v2_runner,
+        device_type=device_type,
+        runner=runner,
         allow_untested=settings.allow_untested_version,
     )
     return StageFacts(
         enabled=settings.enabled,
+        device_type=device_type,
+        model_runner=runner,
         kind=StageKind.POOLING if pooling else declared.stage_kind,
         prefix_caching=bool(cache_config.enable_prefix_caching),
         is_output_rank=is_output_rank,
@@ -81,6 +90,10 @@ def stage_facts(
         attention_group_kinds=groups.kinds,
         num_speculative_tokens=0 if speculative is None else speculative.num_speculative_tokens or 0,
         async_scheduling=bool(vllm_config.scheduler_config.async_scheduling),
+        adaptive_verification=verifies_adaptively(vllm_config),
+        decodes_by_diffusion=decodes_by_diffusion(vllm_config),
+        hands_out_outputs=hands_out_outputs,
+        full_graphs=bool(vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs()),
         scheduling_policy=str(vllm_config.scheduler_config.policy),
         decode_context_parallel_size=parallel_config.decode_context_parallel_size,
         prefill_context_parallel_size=parallel_config.prefill_context_parallel_size,

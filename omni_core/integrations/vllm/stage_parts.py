@@ -15,11 +15,14 @@ from omni_core.backend.registry import backend_for_tensor
 from omni_core.integrations.vllm.accepted_tokens import StopRule
 from omni_core.integrations.vllm.adapter_files import AdapterFiles
 from omni_core.integrations.vllm.chosen_layers import ChosenLayers
+from omni_core.integrations.vllm.current_step import CurrentStep
 from omni_core.integrations.vllm.delivery.builder import StageBuilder
 from omni_core.integrations.vllm.effective_block import EffectiveBlock
+from omni_core.integrations.vllm.outbox import Outbox
 from omni_core.integrations.vllm.pretouch_display import pretouch_display
 from omni_core.integrations.vllm.request_ids import client_request
-from omni_core.integrations.vllm.step_hooks import CurrentStep, StepHooks
+from omni_core.integrations.vllm.runners.runner_view import RunnerView
+from omni_core.integrations.vllm.step_hooks import StepHooks
 from omni_core.integrations.vllm.versions import stage_outputs_model
 from omni_core.prefix_cache.config import PrefixCacheConfig
 from omni_core.prefix_cache.manager import OmniPrefixCacheManager
@@ -47,6 +50,7 @@ class StageParts:
         *,
         model: Any,
         device: torch.device,
+        view: RunnerView,
         group_index: int,
         request_ids_randomised: bool,
         stop_rule: StopRule,
@@ -62,6 +66,7 @@ class StageParts:
             policy: the model's.
             model: the stage's model; asked once whether it hands out further outputs.
             device: where the stage's outputs lie.
+            view: how the stage's model runner is read.
             group_index: the KV-cache group that is mirrored.
             request_ids_randomised: whether the engine appends random digits to a client's request id.
             stop_rule: the scheduler's rule for the end of a request.
@@ -109,6 +114,8 @@ class StageParts:
                 self.cache,
                 self.builder,
                 current,
+                view=view,
+                outbox=Outbox(runtime),
                 group_index=group_index,
                 on_error=settings.on_error,
                 stage_outputs=stage_outputs_model(model),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+from contextlib import nullcontext
 from typing import Any, cast
 
 from omni_core.integrations.vllm.changed_weights import ChangedWeightsMixin
@@ -25,7 +26,7 @@ class StageWorkerMixin(ChangedWeightsMixin):
 
     # vLLM's own, of the worker class behind this one.
     vllm_config: Any
-    use_v2_model_runner: bool
+    use_v2_model_runner: bool | None
 
     def init_device(self) -> None:
         """Run vLLM's own, after settings and gate were asked: what is wrong stops before anything is loaded.
@@ -38,7 +39,7 @@ class StageWorkerMixin(ChangedWeightsMixin):
         self.omni_core_resolved = stage_settings(self.vllm_config.additional_config, os.environ)
         self.omni_core_settings = self.omni_core_resolved.stage()
         _LOG.info("Omni Core settings that are not defaults: %s", self.omni_core_resolved.given())
-        check_stage(self.omni_core_settings, self.vllm_config, uses_v2_runner=self.use_v2_model_runner)
+        check_stage(self.omni_core_settings, self.vllm_config, uses_v2_runner=bool(self.use_v2_model_runner))
         self.omni_core_calls = WorkerCalls(None)
         cast("Any", super()).init_device()
 
@@ -66,9 +67,14 @@ class StageWorkerMixin(ChangedWeightsMixin):
             kv_cache_config,
             self.model_runner,
             self.omni_core_adapter_files,
-            uses_v2_runner=self.use_v2_model_runner,
+            uses_v2_runner=bool(self.use_v2_model_runner),
         )
         self.omni_core_calls = WorkerCalls(self.omni_core_session)
+
+    def compile_or_warm_up_model(self) -> Any:
+        """Run vLLM's own. The requests that the second model runner is warmed up with are none of a client's."""
+        with self.omni_core_session.warming_up() if self.omni_core_session is not None else nullcontext():
+            return cast("Any", super()).compile_or_warm_up_model()
 
     def omni_core_flush(self, /, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """`WorkerCalls.flush`, for `collective_rpc("omni_core_flush")`: hands on what was computed and ends nothing."""

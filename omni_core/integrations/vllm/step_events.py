@@ -28,6 +28,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from omni_core.integrations.vllm.versions import block_copies
 from omni_core.prefix_cache.events import BlockCopy, RequestEvent, RequestEventKind, StepEvents
 
 
@@ -108,6 +109,9 @@ class SchedulerOutput(Protocol):
     def finished_req_ids(self) -> Collection[str]: ...
 
     @property
+    def preempted_req_ids(self) -> Collection[str] | None: ...
+
+    @property
     def scheduled_spec_decode_tokens(self) -> Mapping[str, Sequence[int]]: ...
 
     @property
@@ -156,9 +160,7 @@ def step_events(scheduler_output: SchedulerOutput, group_index: int = 0) -> Step
             )
         elif new_blocks is not None and new_blocks[group_index]:
             requests.append(RequestEvent(RequestEventKind.EXTENDED, req_id, block_ids=tuple(new_blocks[group_index])))
-    copies = tuple(
-        BlockCopy(copy.src_block_id, copy.dst_block_id) for copy in scheduler_output.kv_cache_block_copies or ()
-    )
+    copies = tuple(BlockCopy(copy.src_block_id, copy.dst_block_id) for copy in block_copies(scheduler_output))
     return StepEvents(requests=tuple(requests), block_copies=copies)
 
 

@@ -10,7 +10,8 @@ It works the same on an engine without our cache. For demonstrations and tests: 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,10 @@ from omni_core.prefix_cache.config import HIDDEN_KEY
 _LOG = logging.getLogger(__name__)
 
 
+Batch = tuple[list[str], list[int], list[int], list[int]]
+"""A forward's requests, where each one's rows begin and the last one's end, and of each row its token and position."""
+
+
 class ForwardTap:
     """Rows by (token-prefix digest, position, key). Written by the engine thread; read it while no step runs."""
 
@@ -33,6 +38,7 @@ class ForwardTap:
         self._requests: dict[str, TappedRequest] = {}
         self.num_forwards = 0
         """Real forwards seen; profile and dummy runs are not among them."""
+        self._paused = False
         self.failure: str | None = None
         """Why the tap stopped, if it did: the engine goes on without it."""
 
@@ -80,12 +86,21 @@ class ForwardTap:
 
     def guarded(self, action: Callable[[], None]) -> None:
         """Do something for the tap. Its first error ends the tap, and never the engine's step."""
-        if self.failure is None:
+        if self.failure is None and not self._paused:
             try:
                 action()
             except Exception as error:
                 self.failure = f"{type(error).__name__}: {error}"
                 _LOG.exception("the tap stops here; rows of later forwards are unknown to it")
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """While this is entered nothing is seen."""
+        self._paused = True
+        try:
+            yield
+        finally:
+            self._paused = False
 
     def forget(self) -> None:
         """Drop every row and request, so that a long run does not grow. While no request runs and nothing is cached."""
@@ -95,15 +110,16 @@ class ForwardTap:
     def step_begins(self, scheduler_output: Any) -> None:
         """Meet the step's new requests. Before the forward."""
         for new in scheduler_output.scheduled_new_reqs:
-            self._requests[new.req_id] = TappedRequest.announced(new)
+            # The second model runner is told of a request that was preempted as if it were new.
+            if new.req_id not in self._requests or not _comes_back(new):
+                self._requests[new.req_id] = TappedRequest.announced(new)
 
     def forward_done(self, runner: Any, outputs: Mapping[str, Any]) -> None:
         """Keep the rows of the forward that has just run. Before its outputs are used up by `sample_tokens`."""
-        req_ids = list(runner.input_batch.req_ids)
-        bounds = runner.query_start_loc.np[: len(req_ids) + 1].tolist()
+        state = runner.execute_model_state
+        # The second model runner leaves its batch in the state; the first keeps it.
+        req_ids, bounds, fed, positions = _batch_of_v2(state) if hasattr(state, "input_batch") else _batch_of_v1(runner)
         num_tokens = bounds[-1]
-        fed = runner.input_ids.gpu[:num_tokens].tolist()
-        positions = runner.positions[:num_tokens].tolist()
         owners: list[tuple[Digest, int]] = []
         for req_id, first, stop in zip(req_ids, bounds, bounds[1:], strict=False):
             request = self._requests[req_id]
@@ -111,8 +127,8 @@ class ForwardTap:
             for token_id, position in zip(fed[first:stop], positions[first:stop], strict=True):
                 request.learn(position, UNKNOWN_TOKEN_ID if position in request.embeddings else token_id)
                 owners.append((request.digests[position], position))
-        num_padded = runner.execute_model_state.hidden_states.shape[0]
-        tensors = {HIDDEN_KEY: runner.execute_model_state.hidden_states, **dict(_flat(outputs))}
+        num_padded = state.hidden_states.shape[0]
+        tensors = {HIDDEN_KEY: state.hidden_states, **dict(_flat(outputs))}
         for key, value in tensors.items():
             if isinstance(value, torch.Tensor) and value.dim() and value.shape[0] in (num_tokens, num_padded):
                 self._keep(key, owners, _copied(value[:num_tokens]))
@@ -147,6 +163,8 @@ def install_tap(runner: Any, *, layers: Iterable[int] = ()) -> ForwardTap:
         tap.forward_done(runner, {**outputs, **_layer_outputs(runner, layer_names)})
 
     def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("dummy_run"):
+            return type(runner).execute_model(runner, scheduler_output, *args, **kwargs)
         tap.guarded(lambda: tap.step_begins(scheduler_output))
         last.clear()
         result = type(runner).execute_model(runner, scheduler_output, *args, **kwargs)
@@ -156,6 +174,22 @@ def install_tap(runner: Any, *, layers: Iterable[int] = ()) -> ForwardTap:
 
     runner.execute_model = execute_model
     return tap
+
+
+def _batch_of_v1(runner: Any) -> Batch:
+    req_ids = list(runner.input_batch.req_ids)
+    bounds = runner.query_start_loc.np[: len(req_ids) + 1].tolist()
+    return req_ids, bounds, runner.input_ids.gpu[: bounds[-1]].tolist(), runner.positions[: bounds[-1]].tolist()
+
+
+def _batch_of_v2(state: Any) -> Batch:
+    batch = state.input_batch
+    bounds = batch.query_start_loc_np[: len(batch.req_ids) + 1].tolist()
+    return list(batch.req_ids), bounds, batch.input_ids[: bounds[-1]].tolist(), batch.positions[: bounds[-1]].tolist()
+
+
+def _comes_back(new: Any) -> bool:
+    return new.prefill_token_ids is not None and len(new.prefill_token_ids) > len(new.prompt_token_ids or ())
 
 
 def _layer_outputs(runner: Any, names: Sequence[str]) -> Mapping[str, torch.Tensor]:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from omni_core.integrations.vllm.delivery.ledger import UNKNOWN_TOKEN_ID
+from omni_core.integrations.vllm.versions import prompt_is_token_ids
 
 Digest = bytes
 """Digest of a token prefix, its last token included, with the adapter and the pictures it was computed with."""
@@ -113,7 +114,7 @@ def _pictures_of(mm_features: Iterable[Any]) -> dict[int, Digest]:
 def _embeddings_of(new: Any) -> dict[int, Digest]:
     if new.prompt_embeds is None:
         return {}
-    tokens = new.prompt_is_token_ids or [False] * len(new.prompt_embeds)
+    tokens = prompt_is_token_ids(new) or [False] * len(new.prompt_embeds)
     rows = new.prompt_embeds.detach().cpu().contiguous()
     return {
         at: _digest(row.view(torch.uint8).numpy().tobytes())

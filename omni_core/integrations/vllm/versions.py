@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The only place that knows where a vLLM version keeps things. Which ones: `engine_releases.py`.
+"""The only place, with `runners/`, that knows where a vLLM version keeps things. Which ones: `engine_releases.py`.
 
 The other modules of this package use plain attribute access on the names that `engine_contract.py` lists; whatever has
 to be looked for, differs between versions, or reaches through several of vLLM's objects, stands here, one function per
@@ -13,24 +13,33 @@ import importlib.util
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, cast
 
-import numpy as np
-import numpy.typing as npt
-
 from omni_core.integrations.vllm.delivery.ledger import UNKNOWN_TOKEN_ID
-from omni_core.integrations.vllm.errors import RowsBeyondTableError, StageNotFoundError
+from omni_core.integrations.vllm.errors import StageNotFoundError
+from omni_core.integrations.vllm.releases.ascend_contract import ASCEND_CONTRACT
 from omni_core.integrations.vllm.releases.engine_contract import EngineFact, contract_of
-from omni_core.integrations.vllm.releases.engine_releases import NEWEST_RELEASE, release_of
+from omni_core.integrations.vllm.releases.engine_releases import NEWEST_RELEASE, NPU, release_of
 from omni_core.integrations.vllm.releases.engine_sources import EngineSources
-from omni_core.integrations.vllm.step_events import SchedulerOutput, num_draft_tokens
-from omni_core.prefix_cache.batch_rows import batch_rows
 from omni_core.settings.errors import SettingsError
 
 STAGE_OUTPUTS_METHOD = "take_stage_outputs"
 """The method under which a model hands out what it computed beside its hidden state."""
+
+
+_KINDS = {
+    "FullAttentionSpec": "full_attention",
+    "MLAAttentionSpec": "mla_attention",
+    "SinkFullAttentionSpec": "sink_full_attention",
+    "SlidingWindowSpec": "sliding_window",
+    "ChunkedLocalAttentionSpec": "chunked_local_attention",
+    "MambaSpec": "mamba",
+    "EncoderOnlyAttentionSpec": "encoder_only_attention",
+    "CrossAttentionSpec": "cross_attention",
+}
+"""vLLM's later words for the classes of 0.18."""
+_UNKNOWN_KIND = "unknown"
 
 
 class StageOutputsModel(Protocol):
@@ -48,29 +57,6 @@ class StageOutputsModel(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class StepArrays:
-    """One step's batch, copied out of the runner: rows in batch order, padding left out."""
-
-    req_ids: tuple[str, ...]
-    starts: npt.NDArray[np.int64]
-    """`(num_reqs + 1,)`: request `i` has rows `starts[i]` to `starts[i + 1]`."""
-    positions: npt.NDArray[np.int64]
-    slots: npt.NDArray[np.int64]
-    token_ids: npt.NDArray[np.int64]
-    """`UNKNOWN_TOKEN_ID` where the prompt was given as embeddings."""
-    num_draft_tokens: npt.NDArray[np.int64] | None = None
-    """`(num_reqs,)`: rows at the end of each run that were computed for draft tokens; `None`: no drafts."""
-
-    def first_rows(self, counts: npt.NDArray[np.int64]) -> StepArrays:
-        """Only the first `counts[i]` rows of request `i`, without drafts."""
-        offsets = np.arange(self.starts[-1]) - np.repeat(self.starts[:-1], np.diff(self.starts))
-        kept = offsets < np.repeat(counts, np.diff(self.starts))
-        starts = np.zeros_like(self.starts)
-        np.cumsum(counts, out=starts[1:])
-        return StepArrays(self.req_ids, starts, self.positions[kept], self.slots[kept], self.token_ids[kept])
-
-
 def engine_version() -> str:
     """The installed vLLM's version, such as `0.32.0`."""
     import vllm
@@ -79,15 +65,23 @@ def engine_version() -> str:
 
 
 @functools.cache
-def engine_lacks() -> tuple[EngineFact, ...]:
+def engine_lacks(device_type: str) -> tuple[EngineFact, ...]:
     """Facts of the contract that the installed vLLM's source text does not have; empty for a vLLM that can be served.
 
-    Reads some forty files of it, about a second, once per process; at start only.
+    Of vLLM-Ascend's too on its device. Reads some fifty files, about a second, once per process; at start only.
     """
-    found = importlib.util.find_spec("vllm")
+    lacking = EngineSources(_package_folder("vllm")).lacking(
+        contract_of(release_of(engine_version()) or NEWEST_RELEASE)
+    )
+    if device_type == NPU:
+        lacking += EngineSources(_package_folder("vllm_ascend")).lacking(ASCEND_CONTRACT)
+    return lacking
+
+
+def _package_folder(name: str) -> Path:
+    found = importlib.util.find_spec(name)
     folders = [] if found is None else found.submodule_search_locations or []
-    sources = EngineSources(Path(folders[0]) if folders else Path())
-    return sources.lacking(contract_of(release_of(engine_version()) or NEWEST_RELEASE))
+    return Path(folders[0]) if folders else Path()
 
 
 def adopt_engine_logging() -> None:
@@ -146,9 +140,23 @@ def carry_layers_over_pipeline(model: Any, named: str) -> None:
 
 def attention_group_kinds(kv_cache_config: Any) -> tuple[str, ...]:
     """The kind of each KV-cache group, such as `full_attention`, in vLLM's own words."""
-    from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind
+    from vllm.v1 import kv_cache_interface
 
-    return tuple(str(get_kv_cache_spec_kind(g.kv_cache_spec).value) for g in kv_cache_config.kv_cache_groups)
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    if not hasattr(kv_cache_interface, "get_kv_cache_spec_kind"):
+        return tuple(map(kind_by_class, specs))
+    return tuple(str(kv_cache_interface.get_kv_cache_spec_kind(spec).value) for spec in specs)
+
+
+def kind_by_class(spec: Any) -> str:
+    """The kind of a KV-cache group where vLLM has no words for it (0.18): by its spec's class, or one it extends.
+
+    A group of several layers' specs (`UniformTypeKVCacheSpecs`) is of their kind, if they have the same one.
+    """
+    if hasattr(spec, "kv_cache_specs"):
+        kinds = set(map(kind_by_class, spec.kv_cache_specs.values()))
+        return kinds.pop() if len(kinds) == 1 else _UNKNOWN_KIND
+    return next((_KINDS[base.__name__] for base in type(spec).__mro__ if base.__name__ in _KINDS), _UNKNOWN_KIND)
 
 
 def prefix_replay_tokens(kv_cache_config: Any) -> int:
@@ -166,8 +174,10 @@ def hit_alignment_tokens(kv_cache_config: Any, vllm_config: Any) -> int:
     if hasattr(kv_cache_config, "cache_hit_alignment_tokens") and kv_cache_config.cache_hit_alignment_tokens:
         return int(kv_cache_config.cache_hit_alignment_tokens)
     sizes = [int(group.kv_cache_spec.block_size) for group in kv_cache_config.kv_cache_groups]
-    if "mamba" in attention_group_kinds(kv_cache_config):
-        unit = vllm_config.cache_config.prefix_match_unit
+    # Before 0.27 nothing sets the unit.
+    cache_config = vllm_config.cache_config
+    if "mamba" in attention_group_kinds(kv_cache_config) and hasattr(cache_config, "prefix_match_unit"):
+        unit = cache_config.prefix_match_unit
         return math.gcd(*sizes) if unit is None else int(unit)
     return math.lcm(*sizes)
 
@@ -181,16 +191,23 @@ def drops_block_of_hits(vllm_config: Any) -> bool:
     return bool(drops())
 
 
+def verifies_adaptively(vllm_config: Any) -> bool:
+    """Whether the runner chooses on the device which drafts to verify. Before vLLM 0.28 none did."""
+    speculative = vllm_config.speculative_config
+    return hasattr(speculative, "enable_adaptive_verification") and bool(speculative.enable_adaptive_verification)
+
+
+def decodes_by_diffusion(vllm_config: Any) -> bool:
+    """Whether the model's tokens come by diffusion. vLLM 0.18 has no such models."""
+    model = vllm_config.model_config
+    return hasattr(model, "is_diffusion") and bool(model.is_diffusion)
+
+
 def request_ids_are_randomised() -> bool:
     """Whether this engine appends random digits to a client's request id."""
     from vllm import envs
 
     return not envs.VLLM_DISABLE_REQUEST_ID_RANDOMIZATION
-
-
-def block_table_block_size(runner: Any, group_index: int) -> int:
-    """Tokens per entry of the runner's block table of one KV-cache group; may differ from what was asked for."""
-    return int(runner.input_batch.block_table[group_index].block_size)
 
 
 def stage_outputs_model(model: Any) -> StageOutputsModel | None:
@@ -211,54 +228,29 @@ def prompt_token_ids(new: Any) -> Sequence[int]:
     """The prompt of a request scheduled for the first time; `UNKNOWN_TOKEN_ID` where it was given as embeddings."""
     if new.prompt_embeds is None:
         return cast("Sequence[int]", new.prompt_token_ids)
-    if new.prompt_token_ids is None or new.prompt_is_token_ids is None:
+    is_token_ids = prompt_is_token_ids(new)
+    if new.prompt_token_ids is None or is_token_ids is None:
         return [UNKNOWN_TOKEN_ID] * len(new.prompt_embeds)
-    known = zip(new.prompt_token_ids, new.prompt_is_token_ids, strict=True)
+    known = zip(new.prompt_token_ids, is_token_ids, strict=True)
     return [token_id if is_token else UNKNOWN_TOKEN_ID for token_id, is_token in known]
 
 
-def adapters_of_step(runner: Any, scheduler_output: SchedulerOutput) -> list[Any]:
-    """The `LoRARequest`s of the requests a step is about to run, before the runner has taken its news in.
-
-    Of requests that it knows, and that end or pause with this step, too.
-    """
-    new = (request.lora_request for request in scheduler_output.scheduled_new_reqs)
-    known = runner.input_batch.lora_id_to_lora_request.values()
-    return [*known, *(adapter for adapter in new if adapter is not None)]
+def prompt_is_token_ids(new: Any) -> Sequence[bool] | None:
+    """Which positions of a prompt with embeddings are tokens; `None`: none of them. vLLM 0.18 does not mix them."""
+    return cast("Sequence[bool] | None", new.prompt_is_token_ids) if hasattr(new, "prompt_is_token_ids") else None
 
 
-def step_arrays(runner: Any, scheduler_output: SchedulerOutput, group_index: int) -> StepArrays:
-    """The batch of the forward that has just run. Engine thread, between `execute_model` and `sample_tokens`.
+def draft_groups(kv_cache_config: Any) -> list[bool]:
+    """Which KV-cache groups hold layers of a draft model, as far as vLLM says: 0.18 does not."""
+    groups = kv_cache_config.kv_cache_groups
+    return [bool(group.is_eagle_group) if hasattr(group, "is_eagle_group") else False for group in groups]
 
-    Not earlier: only after `execute_model` are the batch's order and the counts of computed tokens those of this step.
-    Everything is a copy, because the runner reuses its arrays.
 
-    A row of vLLM's table has room for `max_model_len` tokens (`KVCacheSpec.max_num_blocks_per_req`), and the scheduler
-    never computes beyond. Behind a request's own blocks the table holds zeros, which would pass for a slot.
-
-    Raises:
-        RowsBeyondTableError: a request has a row beyond its blocks; names both.
-    """
-    batch = runner.input_batch
-    req_ids = tuple(batch.req_ids)
-    num_reqs = len(req_ids)
-    scheduled = np.fromiter(map(scheduler_output.num_scheduled_tokens.__getitem__, req_ids), np.int64, num_reqs)
-    starts, row, positions = batch_rows(scheduled, batch.num_computed_tokens_cpu[:num_reqs])
-    table = batch.block_table[group_index]
-    block_size = table.block_size
-    blocks = positions // block_size
-    beyond = blocks >= table.num_blocks_per_row[row]
-    if beyond.any():
-        first_beyond = int(beyond.argmax())
-        index = int(row[first_beyond])
-        raise RowsBeyondTableError(
-            f"request {req_ids[index]!r} has a row at position {int(positions[first_beyond])}, but its "
-            f"{int(table.num_blocks_per_row[index])} KV blocks of {block_size} tokens end before it; report this"
-        )
-    slots = table.block_table.np[row, blocks].astype(np.int64) * block_size + positions % block_size
-    token_ids = np.where(batch.is_token_ids[row, positions], batch.token_ids_cpu[row, positions], UNKNOWN_TOKEN_ID)
-    drafts = num_draft_tokens(scheduler_output, req_ids)
-    return StepArrays(req_ids, starts, positions, slots, token_ids.astype(np.int64), drafts)
+def block_copies(scheduler_output: Any) -> Sequence[Any]:
+    """The copies between KV blocks that a step begins with. Before vLLM 0.27 there are none."""
+    if not hasattr(scheduler_output, "kv_cache_block_copies"):
+        return ()
+    return cast("Sequence[Any]", scheduler_output.kv_cache_block_copies or ())
 
 
 def in_process_worker(llm: Any) -> Any:

@@ -161,14 +161,17 @@ class StageBuilder:
             num_prompt_tokens = sum(len(prompt) for prompt in prompts if prompt is not None)
             self._enqueue(_News(tuple(started), tuple(ended), num_prompt_tokens))
 
-    def room_for_step(self) -> bool:
+    def room_for_step(self, *, num_held: int = 0) -> bool:
         """Whether a further step may be submitted; asked before the step is saved. If not, it is to be given up.
+
+        Steps that were let through and not submitted yet are told of as `num_held`. They are not waited for: they may
+        be submitted by the very thread that asks here.
 
         With `OnSlowSink.SKIP`, answers at once when the sink's queue is full. With `OnSlowSink.WAIT`, waits for the
         sink up to `room_timeout_s`, unless it waited in vain before and the sink has not moved since. In both cases,
         waits for the builder's own work up to `room_timeout_s`, once until that moves again.
         """
-        return self._room_at_sink() and self._room_at_builder()
+        return self._room_at_sink() and self._room_at_builder(num_held)
 
     def submit(self, step: BuiltStep) -> None:
         """Deliver a saved step."""
@@ -283,13 +286,16 @@ class StageBuilder:
             )
         return False
 
-    def _room_at_builder(self) -> bool:
+    def _room_at_builder(self, num_held: int) -> bool:
+        def has_open_step_left() -> bool:
+            return self._open_steps + num_held < self._max_open_steps
+
         with self._lock:
-            if self._has_open_step_left():
+            if has_open_step_left():
                 return True
-            if self._builder_stalled:
+            if self._builder_stalled or num_held >= self._max_open_steps:
                 return False
-            if self._changed.wait_for(self._has_open_step_left, self._room_timeout_s):
+            if self._changed.wait_for(has_open_step_left, self._room_timeout_s):
                 return True
             self._builder_stalled = True
             busy_with = self._busy_with
@@ -301,9 +307,6 @@ class StageBuilder:
             busy_with,
         )
         return False
-
-    def _has_open_step_left(self) -> bool:
-        return self._open_steps < self._max_open_steps
 
     def _enqueue(self, item: _Item) -> None:
         with self._lock:

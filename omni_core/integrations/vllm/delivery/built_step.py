@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -11,6 +11,16 @@ import numpy as np
 import numpy.typing as npt
 
 from omni_core.prefix_cache.outputs import StageCacheOutputs
+
+
+class FindsEnd(Protocol):
+    """Tells which of a request's sampled tokens ends it."""
+
+    def first_end(
+        self, sampled: Sequence[int], *, num_prompt_tokens: int, num_before: int, before: Callable[[], Sequence[int]]
+    ) -> int | None:
+        """Index of the first sampled token that ends the request; `None`: it goes on."""
+        ...
 
 
 class StepSource(Protocol):
@@ -30,6 +40,18 @@ class StartedRequest:
     req_id: str
     prompt_token_ids: Sequence[int] | None
     num_skipped_tokens: int
+    output_end: FindsEnd | None = None
+    """Set where steps come with what they sampled (`BuiltStep.sampled`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampledStep:
+    """What a step sampled, where the engine's next step began before that was known."""
+
+    first_positions: npt.NDArray[np.int64]
+    """`(num_reqs,)`: where the first token sampled for each request stands."""
+    token_ids: tuple[tuple[int, ...], ...]
+    """Per request, in batch order; empty where nothing was sampled, as in the middle of a prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,3 +66,5 @@ class BuiltStep:
     sampled_counts: Mapping[str, int] | None = None
     """For each request with draft tokens, how many of its sampled tokens count; rows of the others are left out above.
     `None`: the step has no drafts."""
+    sampled: SampledStep | None = None
+    """What it sampled; the tokens of later steps are then known from here."""

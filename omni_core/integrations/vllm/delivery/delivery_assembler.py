@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from omni_core.integrations.vllm.delivery.built_step import BuiltStep, StartedRequest, StepSource
 from omni_core.integrations.vllm.delivery.delivery_log import Count, DeliveryLog, error_text
 from omni_core.integrations.vllm.delivery.ledger import RequestLedger
-from omni_core.integrations.vllm.delivery.pieces import pieces_of
+from omni_core.integrations.vllm.delivery.pieces import before_position, pieces_of
 from omni_core.integrations.vllm.delivery.sink_feeder import FedStep, SinkFeeder
 from omni_core.integrations.vllm.request_ids import ClientRequest
 from omni_core.prefix_cache.config import HIDDEN_KEY
@@ -55,6 +55,8 @@ class DeliveryAssembler:
         self._ids_repeat = ids_repeat
         self._ledgers: dict[str, RequestLedger] = {}
         self._uses: dict[str, int] = {}
+        # Requests whose last token was seen: a step that was begun before may still bring rows, and none is missed.
+        self._ended_by_token: dict[str, None] = {}
 
     @property
     def num_open_requests(self) -> int:
@@ -67,6 +69,7 @@ class DeliveryAssembler:
             ledger = self._ledgers.get(started.req_id)
             if ledger is not None:
                 ledger.note_prompt(started.prompt_token_ids)
+                ledger.end = None
                 return
             self._ledgers[started.req_id] = RequestLedger(
                 started.req_id,
@@ -74,6 +77,7 @@ class DeliveryAssembler:
                 started.prompt_token_ids,
                 started.num_skipped_tokens,
                 use=self._uses.get(started.req_id, 0),
+                output_end=started.output_end,
             )
 
     def note_tokens(self, step: BuiltStep) -> None:
@@ -82,8 +86,12 @@ class DeliveryAssembler:
             ledger = self._ledgers.get(req_id)
             if ledger is not None:
                 with self._costs_only(req_id):
+                    if step.sampled is not None:
+                        ledger.note_sampled(int(step.sampled.first_positions[index]), step.sampled.token_ids[index])
                     run = slice(int(step.starts[index]), int(step.starts[index + 1]))
-                    ledger.note_run(step.positions[run], step.token_ids[run])
+                    ledger.note_run(
+                        step.positions[run], step.token_ids[run], keep_known_tokens=step.sampled is not None
+                    )
 
     def deliver(self, step: BuiltStep) -> None:
         """Read a step's rows and queue them for the sink. Blocks until the cache has them, in bounded time."""
@@ -144,7 +152,7 @@ class DeliveryAssembler:
     def _deliveries_of(self, step_id: int, req_id: str, rows: RequestRows) -> list[SinkDelivery]:
         ledger = self._ledgers.get(req_id)
         if ledger is None:
-            if not self._log.has_failure(req_id):
+            if not self._log.has_failure(req_id) and req_id not in self._ended_by_token:
                 self._log.request_failed(
                     req_id,
                     f"rows at {list(rows.ranges)} came when it was not open: a flush without it in still_running had "
@@ -154,7 +162,12 @@ class DeliveryAssembler:
         if ledger.failure is not None:
             return []
         # A step that only computed rows again, after a preemption, has no piece to deliver.
-        pieces = [piece for piece in pieces_of(rows) if piece.ranges or piece.leftovers]
+        pieces = pieces_of(rows)
+        if ledger.end is not None and rows.ranges and rows.ranges[-1][1] > ledger.end:
+            # The engine ran a step of a request that had ended, before it knew.
+            wanted = [piece for piece in pieces if piece.ranges and piece.ranges[0][0] < ledger.end]
+            pieces = [before_position(piece, ledger.end) for piece in wanted]
+        pieces = [piece for piece in pieces if piece.ranges or piece.leftovers]
         deliveries = [
             SinkDelivery(
                 req_id=req_id,
@@ -185,6 +198,10 @@ class DeliveryAssembler:
         if self._ledgers.pop(ledger.req_id, None) is None:
             return
         self._log.count(Count.REQUESTS_ENDED)
+        if ledger.end is not None:
+            self._ended_by_token[ledger.req_id] = None
+            if len(self._ended_by_token) > _MAX_REMEMBERED_IDS:
+                del self._ended_by_token[next(iter(self._ended_by_token))]
         if self._ids_repeat:
             self._uses.pop(ledger.req_id, None)
             self._uses[ledger.req_id] = ledger.use + 1

@@ -9,6 +9,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
+from omni_core.integrations.vllm.delivery.built_step import FindsEnd
 from omni_core.integrations.vllm.request_ids import ClientRequest
 from omni_core.prefix_cache.outputs import TokenRange
 from omni_core.sinks.base import PossibleSample
@@ -30,6 +31,7 @@ class RequestLedger:
         num_skipped_tokens: int,
         *,
         use: int = 0,
+        output_end: FindsEnd | None = None,
     ) -> None:
         """Start a request.
 
@@ -39,6 +41,7 @@ class RequestLedger:
             prompt_token_ids: the prompt, or `None` if it was given as embeddings.
             num_skipped_tokens: the prefix hit: tokens whose rows this request never computes.
             use: how many requests had the same id before.
+            output_end: tells which sampled token ends it, where this ledger is told what was sampled.
         """
         self.req_id = req_id
         self.client = client
@@ -48,6 +51,9 @@ class RequestLedger:
         """Rows of any key on their way to the sink, or there."""
         self.failure: str | None = None
         """Why the sink sees no more of this request, once it has failed."""
+        self.end: int | None = None
+        """Position of the token that ended it, if this ledger found it: no row from there on is wanted."""
+        self._output_end = output_end
         self._num_prompt_tokens = 0
         self._tokens = np.full(_MIN_TOKENS, UNKNOWN_TOKEN_ID, dtype=np.int64)
         self._promised: list[TokenRange] = []
@@ -77,14 +83,55 @@ class RequestLedger:
             self._make_room(2 * len(prompt))
             self._tokens[: len(prompt)] = prompt
 
-    def note_run(self, positions: npt.NDArray[np.int64], token_ids: npt.NDArray[np.int64]) -> None:
-        """A step computed these positions, which are consecutive, from these tokens."""
+    def note_sampled(self, first_position: int, sampled: Sequence[int]) -> None:
+        """A step sampled these tokens, the first of which stands at `first_position`. Before its rows are noted.
+
+        A position that was sampled before, and sampled again after a preemption that threw the first away, counts as
+        sampled last. What a step sampled for a request that had ended before counts as nothing.
+        """
+        if not sampled:
+            return
+        if self.end is not None:
+            if first_position > self.end:
+                return
+            self.end = None
+        stop = first_position + len(sampled)
+        if stop > len(self._tokens):
+            self._make_room(2 * stop)
+        self._tokens[first_position:stop] = sampled
+        if self._output_end is not None:
+            index = self._output_end.first_end(
+                sampled,
+                num_prompt_tokens=self._num_prompt_tokens,
+                num_before=first_position - self._num_prompt_tokens,
+                before=lambda: self._tokens[self._num_prompt_tokens : first_position].tolist(),
+            )
+            self.end = None if index is None else first_position + index
+
+    def note_run(
+        self, positions: npt.NDArray[np.int64], token_ids: npt.NDArray[np.int64], *, keep_known_tokens: bool = False
+    ) -> None:
+        """A step computed these positions, which are consecutive, from these tokens.
+
+        Rows behind the request's end are not promised.
+
+        Args:
+            positions: of the run.
+            token_ids: one per position.
+            keep_known_tokens: whether a token that is unknown to the step says nothing.
+        """
         if not len(positions):
             return
         first, stop = int(positions[0]), int(positions[-1]) + 1
+        if self.end is not None and stop > self.end:
+            stop = self.end
+            if stop <= first:
+                return
+            token_ids = token_ids[: stop - first]
         if stop > len(self._tokens):
             self._make_room(2 * stop)
-        self._tokens[first:stop] = token_ids
+        told = token_ids != UNKNOWN_TOKEN_ID if keep_known_tokens else True
+        np.copyto(self._tokens[first:stop], token_ids, where=told)
         self._promised = _union(self._promised, (first, stop))
 
     def note_fed(self, ranges: Sequence[TokenRange], *, with_hidden: bool) -> None:

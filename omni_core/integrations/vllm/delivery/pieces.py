@@ -42,6 +42,14 @@ def pieces_of(rows: RequestRows) -> list[RequestRows]:
     return pieces
 
 
+def before_position(piece: RequestRows, end: int) -> RequestRows:
+    """A piece without its rows at `end` and behind. Copies no row."""
+    ranges = tuple((start, min(stop, end)) for start, stop in piece.ranges if start < end)
+    num_rows = sum(stop - start for start, stop in ranges)
+    rows = {key: value[:num_rows] for key, value in piece.rows.items()} if ranges else {}
+    return RequestRows(piece.req_id, ranges, rows, leftovers=piece.leftovers)
+
+
 def _offset(ranges: Sequence[TokenRange], position: int) -> int | None:
     """Which row of a tensor over `ranges` belongs to `position`; `None` if it has none."""
     before = 0

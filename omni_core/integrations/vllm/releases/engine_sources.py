@@ -51,6 +51,8 @@ class EngineSources:
                 if place not in self._members:
                     self._members[place] = _members(owner)
                 return fact.name in self._members[place]
+            case FactKind.EXPORT:
+                return any(fact.name in _imported(one) for one in _statements(owner))
             case FactKind.CALL:
                 return any(_parameters(found)[: len(fact.detail)] == fact.detail for found in _functions(owner, fact))
             case FactKind.EXPRESSION:
@@ -80,6 +82,12 @@ def _defined(owner: ast.Module | ast.ClassDef, kind: type[ast.ClassDef], name: s
 
 def _functions(owner: ast.Module | ast.ClassDef, fact: EngineFact) -> Iterator[Function]:
     return (one for one in _statements(owner) if isinstance(one, Function) and one.name == fact.name)
+
+
+def _imported(statement: ast.stmt) -> Iterator[str]:
+    if isinstance(statement, ast.ImportFrom):
+        for alias in statement.names:
+            yield alias.asname or alias.name
 
 
 def _parameters(function: Function) -> tuple[str, ...]:
