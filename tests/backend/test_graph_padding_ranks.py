@@ -11,6 +11,7 @@ from omni_core.backend.graph_padding import (
     BatchShape,
     CaptureMode,
     CaptureSizes,
+    DecodeGraphs,
     GraphConfig,
     GraphMode,
     Microbatches,
@@ -112,6 +113,27 @@ def test_v2_ranks_that_split_run_a_graph_made_for_it_or_eagerly():
     assert eager == (PaddedBatch(mode=NONE, num_tokens=33, num_ubatches=2),) * 2
     uneven = padding.padded_ranks([decodes(8), decodes(20)])  # the graph of 32 would leave the first a part of padding
     assert uneven == (PaddedBatch(mode=NONE, num_tokens=20, num_ubatches=2),) * 2
+
+
+def test_v2_ranks_that_split_mixed_steps_need_the_same_number_of_tokens_per_request():
+    padding = V2GraphPadding(config(CaptureMode.FULL), V2Config(microbatches=SPLIT))
+    graph = padding.padded_ranks([decodes(9), decodes(12)])
+    assert graph == (PaddedBatch(mode=FULL, num_tokens=16, num_reqs=16, num_ubatches=2),) * 2
+    assert modes_and_tokens(padding.padded_ranks([prefill(16), prefill(30)])) == [(NONE, 30)] * 2
+
+
+def test_v2_ranks_with_decodes_of_varying_lengths_take_the_longest():
+    padding = V2GraphPadding(
+        GraphConfig(
+            capture_sizes=CaptureSizes((4, 8, 16)),
+            capture_mode=CaptureMode.FULL_DECODE_ONLY,
+            max_num_seqs=8,
+            query_len=3,
+        ),
+        V2Config(decode_graphs=DecodeGraphs.VARYING),
+    )
+    steps = [decodes(3), BatchShape(num_tokens=7, num_reqs=3, max_query_len=3)]
+    assert modes_and_tokens(padding.padded_ranks(steps)) == [(FULL, 8)] * 2
 
 
 def test_v2_ranks_without_any_work_run_nothing():

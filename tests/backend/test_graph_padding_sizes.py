@@ -50,9 +50,12 @@ def test_vllm_captures_two_largest_decode_steps_and_vllm_ascend_one(rules, large
     assert sizes_of(rules, max_num_seqs=12)[-1] == largest
 
 
-@pytest.mark.parametrize(("rules", "expected"), [(VLLM_0_18, False), (VLLM_0_23, True), (VLLM_0_32, True)])
+@pytest.mark.parametrize(
+    ("rules", "expected"),
+    [(VLLM_0_18, False), (VLLM_0_23, True), (VLLM_0_32, True), (ASCEND_0_18, False), (ASCEND_0_23, True)],
+)
 def test_the_largest_step_is_captured_since_0_23(rules, expected):
-    assert (101 in sizes_of(rules, max_num_seqs=64, max_num_batched_tokens=101)) is expected
+    assert (101 in sizes_of(rules, max_num_seqs=128, max_num_batched_tokens=101)) is expected
 
 
 @pytest.mark.parametrize(("rules", "expected"), [(VLLM_0_23, False), (VLLM_0_32, True)])
@@ -63,6 +66,10 @@ def test_the_largest_decode_step_is_captured_since_0_32(rules, expected):
 def test_decodes_with_drafts_are_captured_in_whole_requests():
     sizes = set(sizes_of(VLLM_0_32, max_num_seqs=50, query_len=3))
     assert {3, 6, 12, 24, 48, 150} < sizes
+
+
+def test_no_size_exceeds_the_largest_step():
+    assert sizes_of(VLLM_0_32, max_num_seqs=50, query_len=3, max_num_batched_tokens=100)[-2:] == (96, 100)
 
 
 def test_a_user_who_sets_the_largest_size_gets_no_decode_sizes():
@@ -172,6 +179,10 @@ def test_vllm_ascend_0_18_has_no_two_kinds_of_graphs_at_once(mode, encoder_decod
         (AclStreams(num_hidden_layers=48, draft_hidden_layers=1), 35),  # 1800 / 51
         (AclStreams(num_hidden_layers=48, tensor_parallel_size=4, expansion=HcclExpansion.AIV), 17),  # 1702 / 98
         (AclStreams(num_hidden_layers=48, tensor_parallel_size=4, moe=True, expansion=HcclExpansion.AIV), 18),
+        (
+            AclStreams(num_hidden_layers=48, data_parallel_size=2, moe=True, expansion=HcclExpansion.AIV),
+            12,
+        ),  # 1800 / 147
     ],
 )
 def test_streams_bound_the_number_of_sizes(streams, expected):

@@ -155,6 +155,18 @@ def test_an_engine_without_adapters_has_no_graph_for_one():
     assert V2GraphPadding(config(CaptureMode.PIECEWISE)).padded_step(step) == ran(NONE, 3)
 
 
+def test_the_v2_runner_serves_more_adapters_than_it_captured_with_the_largest_graph():
+    lora = LoraGraphs.captured(LoraCapture.BY_COUNT, max_loras=5)
+    step = replace(prefill(3), num_active_loras=7)
+    assert V2GraphPadding(config(CaptureMode.PIECEWISE, lora=lora)).padded_step(step) == ran(PIECEWISE, 4)
+
+
+def test_a_full_graph_of_the_v2_runner_holds_no_more_requests_than_it_was_captured_for():
+    few = V2GraphPadding(config(CaptureMode.FULL, max_num_seqs=4))
+    assert few.padded_step(decodes(4)) == ran(FULL, 4, 4)
+    assert few.padded_step(decodes(5)) == ran(NONE, 5)
+
+
 def test_varying_decodes_share_a_graph_unless_one_is_a_prefill():
     padding = V2GraphPadding(
         config(CaptureMode.FULL_DECODE_ONLY, query_len=4), V2Config(decode_graphs=DecodeGraphs.VARYING)
@@ -275,6 +287,14 @@ def test_since_0_23_the_310p_runs_only_whole_drafts_in_a_graph():
     runner = runner_310p(SpecDecodeGraphs.UNIFORM_DRAFTS, graphs=2, query_len=2)
     assert runner.padded_step(replace(decodes(2, 2), attention_state=AttentionState.SPEC_DECODING)) == ran(FULL, 4, 2)
     assert runner.padded_step(replace(decodes(3), attention_state=AttentionState.DECODE_ONLY)) == ran(NONE, 3)
+    assert runner.padded_step(replace(decodes(2, 2), attention_state=AttentionState.PREFILL_NO_CACHE)) == ran(NONE, 4)
+
+
+def test_a_first_chunk_with_the_length_of_drafts_is_no_decode_on_the_310p_either():
+    step = replace(decodes(2, 2), attention_state=AttentionState.SPEC_DECODING)
+    runner = runner_310p(graphs=2, query_len=2)
+    assert runner.padded_step(step) == ran(FULL, 4, 2)
+    assert runner.padded_step(replace(step, num_first_chunks=1)) == ran(NONE, 4)
 
 
 def test_the_310p_must_be_told_the_attention_state():

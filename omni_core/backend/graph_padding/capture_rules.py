@@ -107,12 +107,14 @@ def captured_sizes(settings: CaptureSettings, rules: CaptureRules) -> CaptureSiz
     if rules.captures_largest_step and largest_step <= wanted:
         sizes.add(largest_step)
     if rules.captures_decode_steps and settings.max_size is None:
-        sizes.update(size for size in _decode_steps(settings, default, rules) if size <= largest_step)
+        sizes.update(size for size in _decode_steps(settings, default) if size <= largest_step)
     return CaptureSizes(tuple(sorted(sizes)))
 
 
 def rounded_for_decodes(sizes: CaptureSizes, query_len: int, *, sequence_parallel_size: int = 1) -> CaptureSizes:
     """The sizes of the V1 runner where decodes have drafts and run as full graphs; none exceeds the largest before.
+
+    vLLM 0.18 does so only where decodes have graphs of their own.
 
     Args:
         sizes: as `captured_sizes` gives them.
@@ -155,14 +157,13 @@ def _grid(largest: int) -> Iterable[int]:
     yield from range(256, largest + 1, 16)
 
 
-def _decode_steps(settings: CaptureSettings, largest: int, rules: CaptureRules) -> Iterable[int]:
+def _decode_steps(settings: CaptureSettings, largest: int) -> Iterable[int]:
     if settings.query_len == 1:
         if settings.max_num_seqs <= largest:
             yield settings.max_num_seqs
         return
     tiers = settings.decode_tiers or {settings.query_len: settings.max_num_seqs}
     for query_len, max_num_reqs in tiers.items():
-        most = min(max_num_reqs, rules.ceiling_tokens)
-        for num_reqs in (*_grid(most), most):
+        for num_reqs in (*_grid(max_num_reqs), max_num_reqs):
             if num_reqs * query_len <= largest:
                 yield num_reqs * query_len
