@@ -53,6 +53,7 @@ class AbandonedCopies:
             copies = tuple(self._copies)
         for abandoned in copies:
             try:
+                self.bind_thread()
                 ended = abandoned.copy_done.query() or (wait_s > 0 and self._await(abandoned.copy_done, wait_s))
             except DeviceCopyError as error:
                 logger.warning("a copy into %s that nobody waits for failed: %s", abandoned.where, error)
@@ -70,7 +71,6 @@ class AbandonedCopies:
                 self._state.progress.notify_all()
 
     def _await(self, copy_done: Event, wait_s: float) -> bool:
-        self.bind_thread()
         try:
             copy_done.synchronize(wait_s)
         except DeviceWaitTimeoutError:

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The cache itself on `cuda` and `npu`: the oracle judges every delivered row, the machine every call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+from fake_accelerator.backends import VENDORS, Vendor
+from fake_accelerator.machine import FakeMachine
+from fake_accelerator.torch_patches import torch_on
+
+from omni_core.testing import WorkloadConfig, run_workload
+from omni_core.testing.workload_report import total_rows
+
+NAMES = {Vendor.CUDA: "fake_cuda", Vendor.NPU: "fake_npu"}
+CLASSES = {Vendor.CUDA: "RegisteredFakeCuda", Vendor.NPU: "RegisteredFakeNpu"}
+SEEDS = range(6)
+
+
+@pytest.fixture(params=VENDORS, ids=lambda vendor: vendor.value)
+def vendor(request: pytest.FixtureRequest, tmp_path, monkeypatch) -> Vendor:
+    """A vendor whose fake backend is installed, as pip would install it."""
+    vendor = request.param
+    info = tmp_path / "fake_accelerator_site-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: fake-accelerator-site\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(
+        f"[omni_core.backends]\n{NAMES[vendor]} = fake_accelerator.registered:{CLASSES[vendor]}\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return vendor
+
+
+@pytest.fixture
+def machine(vendor: Vendor) -> Iterator[FakeMachine]:
+    machine = vendor.machine()
+    with torch_on(machine):
+        yield machine
+    assert machine.faults == []
+    assert machine.pinned == {}, "the backend was not closed"
+
+
+def workload(vendor: Vendor, machine: FakeMachine, seed: int) -> WorkloadConfig:
+    config = WorkloadConfig.draw(seed)
+    options = {"device_module": vendor.device_module(machine)}
+    return replace(config, stage=replace(config.stage, backend=NAMES[vendor], backend_options=options))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_every_row_is_right_and_nothing_waited_for_the_device(vendor: Vendor, machine: FakeMachine, seed: int) -> None:
+    report = run_workload(seed, workload(vendor, machine, seed))
+    assert sum(total_rows([report]).values()) > 100
+    assert machine.copies_done > 10
+    # A step makes no call that blocks, drains NPU's task queue, asks the driver or goes through pageable memory.
+    assert machine.calls == {}
+
+
+def test_every_row_is_right_behind_an_asynchronous_model(vendor: Vendor, machine: FakeMachine) -> None:
+    stream_id = machine.next_stream_id(0)
+    machine.make_producer(0, stream_id)
+    machine.set_current_stream_id(0, stream_id)
+    config = workload(vendor, machine, 3)
+    config = replace(config, stage=replace(config.stage, capture_sizes=()))
+    report = run_workload(3, config)
+    assert sum(total_rows([report]).values()) > 100
+    assert machine.calls == {}
+
+
+def test_pages_and_streams_are_made_at_the_start_only(vendor: Vendor, machine: FakeMachine) -> None:
+    pins = []
+    for num_requests in (5, 40):
+        machine.pins.clear()
+        made = machine.streams_made
+        run_workload(1, replace(workload(vendor, machine, 1), num_requests=num_requests))
+        pins.append((len(machine.pins), machine.streams_made - made))
+    assert pins[0] == pins[1]
