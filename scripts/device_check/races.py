@@ -41,14 +41,16 @@ class HostLoad:
 class DeviceLoad(HostLoad):
     """On a device: a late producer, a busy second stream, copies of others, and memory that changes hands."""
 
-    def __init__(self, seed: int, runtime: Runtime, module: ModuleType, device: torch.device) -> None:
+    def __init__(
+        self, seed: int, runtime: Runtime, module: ModuleType, device: torch.device, *, busy_size: int = _BUSY_SIZE
+    ) -> None:
         super().__init__(seed, runtime)
         self._rng = random.Random(f"device {seed}")
         self._module = module
         self._device = device
         self._compute: Any = self._module.Stream()
         self._copies: Any = self._module.Stream()
-        self._left = torch.full((_BUSY_SIZE, _BUSY_SIZE), 1e-3, dtype=torch.bfloat16, device=device)
+        self._left = torch.full((busy_size, busy_size), 1e-3, dtype=torch.bfloat16, device=device)
         self._on_current, self._beside = torch.empty_like(self._left), torch.empty_like(self._left)
         self._source = torch.zeros(_TRAFFIC_NBYTES, dtype=torch.uint8, device=device)
         self._pinned = torch.empty(_TRAFFIC_NBYTES, dtype=torch.uint8).pin_memory()

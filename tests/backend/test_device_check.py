@@ -146,8 +146,8 @@ def test_captured_graphs_give_the_rows_that_the_model_has(waits, monkeypatch):
     report = replay(
         traffic,
         CpuSimBackend,
-        lambda device: DeviceGraphs(checked, HOST_MODULE, device, traffic, busy_rounds=1),
-        lambda device: DeviceLoad(7, ThreadingRuntime(), HOST_MODULE, device),
+        lambda device: DeviceGraphs(checked, HOST_MODULE, device, traffic, busy_rounds=0),
+        lambda device: DeviceLoad(7, ThreadingRuntime(), HOST_MODULE, device, busy_size=32),
     )
     assert report.judgement.ok, report.judgement.examples
     assert min(report.padded_steps, report.eager_steps) > 0
