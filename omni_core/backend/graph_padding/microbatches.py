@@ -28,7 +28,7 @@ class Microbatches:
         if self.num_ubatches < 1:
             raise ValueError(f"num_ubatches={self.num_ubatches}: a step has at least 1 part")
 
-    def wanted(self, num_tokens: int, uniform_decode: bool) -> bool:
+    def wanted(self, num_tokens: int, *, uniform_decode: bool) -> bool:
         """Whether a step of `num_tokens` real tokens is worth splitting."""
         threshold = self.decode_threshold_tokens if uniform_decode else self.prefill_threshold_tokens
         return self.num_ubatches > 1 and num_tokens >= threshold

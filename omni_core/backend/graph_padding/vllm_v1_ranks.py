@@ -69,7 +69,8 @@ class V1GraphPadding(RunnerGraphPadding):
     def _all_split(self, batches: Sequence[BatchShape], largest: int) -> bool:
         query_len = self._dispatcher.config.query_len
         wanted = all(
-            batch.may_split and self._microbatches.wanted(batch.num_tokens, batch.is_uniform_decode(query_len))
+            batch.may_split
+            and self._microbatches.wanted(batch.num_tokens, uniform_decode=batch.is_uniform_decode(query_len))
             for batch in batches
         )
         smallest = min(batch.num_tokens for batch in batches)

@@ -78,7 +78,7 @@ class V2GraphPadding(RunnerGraphPadding):
     def _all_split(self, batches: Sequence[BatchShape], agreed: _Agreed) -> bool:
         smallest = min(batch.num_tokens for batch in batches)
         uniform = agreed.uniform_query_len == self._dispatcher.config.query_len
-        wanted = self._dispatcher.v2.microbatches.wanted(smallest, uniform)
+        wanted = self._dispatcher.v2.microbatches.wanted(smallest, uniform_decode=uniform)
         return wanted and all(batch.may_split for batch in batches)
 
     def _split(self, batches: Sequence[BatchShape], agreed: _Agreed) -> tuple[PaddedBatch, ...]:
