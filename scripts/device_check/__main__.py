@@ -24,13 +24,15 @@ from device_check.races import DeviceLoad, HostLoad
 from device_check.replay import Disturbance, ReplayReport, Undisturbed, replay
 from device_check.step_gap import measure_step_gap
 from device_check.step_graphs import make_graphs
-from device_check.traffic import TrafficConfig, record_traffic
+from device_check.traffic import Traffic, TrafficConfig, record_traffic
 from omni_core.backend.conformance import run_conformance
 from omni_core.runtime import ThreadingRuntime
 
 PARTS = ("conformance", "graphs", "races", "bandwidth", "step_gap")
 _BUSY_ROUNDS = 20
 _CHECK_LIMIT_S = 60.0
+_RUNS_PER_TRAFFIC = 4
+"""Runs of the race hunt over the same steps, each with other load: deciding steps takes longer than running them."""
 
 
 class DeviceCheck:
@@ -79,7 +81,7 @@ class DeviceCheck:
 
     def graphs(self) -> dict[str, Any]:
         """The cache under captured graphs: static buffers, padded steps, every row compared bit for bit."""
-        traffic = TrafficConfig(self._args.steps, hidden_size=self._args.hidden_size)
+        traffic = record_traffic(TrafficConfig(self._args.steps, hidden_size=self._args.hidden_size))
         return _replay_as_json(self._replay(traffic, self._checked.make, lambda device: Undisturbed()))
 
     def races(self) -> dict[str, Any]:
@@ -87,7 +89,9 @@ class DeviceCheck:
         started_s, runs = self._runtime.monotonic_s(), []
         seed = self._args.seed
         while not runs or self._runtime.monotonic_s() - started_s < self._args.race_s:
-            traffic = TrafficConfig(self._args.race_steps, hidden_size=self._args.hidden_size, seed=seed)
+            if len(runs) % _RUNS_PER_TRAFFIC == 0:
+                config = TrafficConfig(self._args.race_steps, hidden_size=self._args.hidden_size, seed=seed)
+                traffic = record_traffic(config)
 
             def load(device: torch.device, seed: int = seed) -> Disturbance:
                 if device.type == "cpu":
@@ -95,7 +99,7 @@ class DeviceCheck:
                 return DeviceLoad(seed, self._runtime, torch.get_device_module(device.type), device)
 
             report = self._replay(traffic, self._checked.make_for_races, load)
-            runs.append({"seed": seed, **_replay_as_json(report)})
+            runs.append({"seed": seed, "traffic_seed": traffic.config.seed, **_replay_as_json(report)})
             if not report.judgement.ok:
                 break
             seed += 1
@@ -119,9 +123,8 @@ class DeviceCheck:
         return measure_step_gap(self._checked, self.device, record_traffic(config), self._args.busy_rounds)
 
     def _replay(
-        self, config: TrafficConfig, make: Callable[..., Any], load: Callable[[torch.device], Disturbance]
+        self, traffic: Traffic, make: Callable[..., Any], load: Callable[[torch.device], Disturbance]
     ) -> ReplayReport:
-        traffic = record_traffic(config)
         return replay(traffic, make, lambda device: make_graphs(self._checked, device, traffic, _BUSY_ROUNDS), load)
 
 

@@ -18,9 +18,10 @@ from omni_core.backend.conformance import CONFORMANCE_CHECKS
 from omni_core.backend.registry import BACKEND_GROUP
 from omni_core.cli.doctor import command
 from omni_core.cli.doctor.examination import Examination
-from omni_core.cli.doctor.packages import ASCEND_PAIRINGS, survey_packages
+from omni_core.cli.doctor.packages import survey_packages
 from omni_core.cli.doctor.verdicts import Verdict, diagnose
 from omni_core.cli.main import main
+from omni_core.integrations.vllm.releases.engine_releases import ASCEND_RELEASES_READ
 from omni_core.plugins import InstalledPlugin
 
 TOY = Path(__file__).parents[1] / "fixtures/third_party/omni_core_toy/omni_core_toy"
@@ -253,14 +254,14 @@ def test_torch_npu_goes_with_the_torch_of_its_version():
     assert problem == "torch-npu 2.9.0 is made for torch 2.9.0; installed is torch 2.13.0+cpu"
 
 
-@pytest.mark.parametrize("pairing", ASCEND_PAIRINGS, ids=lambda pairing: pairing.vllm_ascend)
-def test_vllm_ascend_goes_with_the_vllm_it_was_made_for(pairing):
-    paired = surveyed(torch="2.9.0", vllm=pairing.vllm, vllm_ascend=pairing.vllm_ascend)
+@pytest.mark.parametrize("release", ASCEND_RELEASES_READ)
+def test_vllm_ascend_goes_with_the_vllm_it_was_made_for(release):
+    paired = surveyed(torch="2.9.0", vllm=release, vllm_ascend=release)
     assert paired["vLLM-Ascend"].problem is None
     assert paired["vLLM"].problem is None
-    other = surveyed(torch="2.9.0", vllm="0.32.0", vllm_ascend=pairing.vllm_ascend)["vLLM-Ascend"]
-    assert f"is made for vLLM {pairing.vllm}; installed is vLLM 0.32.0" in other.problem
-    assert other.remedy == f"install vLLM {pairing.vllm}"
+    other = surveyed(torch="2.9.0", vllm="0.32.0", vllm_ascend=release)["vLLM-Ascend"]
+    assert f"is made for vLLM {release}; installed is vLLM 0.32.0" in other.problem
+    assert other.remedy == f"install vLLM {release}"
 
 
 def test_an_unknown_vllm_ascend_is_told_with_those_known():

@@ -8,26 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
-from omni_core.integrations.vllm.releases.engine_releases import engine_version_problem
+from omni_core.integrations.vllm.releases.engine_releases import ASCEND_RELEASES_READ, engine_version_problem
 
 NPU_BACKEND = "npu"
-
-
-@dataclass(frozen=True, slots=True)
-class AscendPairing:
-    """A vLLM-Ascend and the vLLM it was made for."""
-
-    vllm_ascend: str
-    vllm: str
-    source: str
-    """How that is known."""
-
-
-ASCEND_PAIRINGS = (
-    AscendPairing("0.18.0", "0.18.0", "vllm-ascend 0.18.0's wheel, read beside vLLM 0.18.0's; neither was run"),
-    AscendPairing("0.23.0", "0.23.0", "vllm-ascend's tag v0.23.0, read beside vLLM 0.23.0's wheel; neither was run"),
-)
-"""Oldest first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,16 +86,13 @@ def _judged_torch_npu(torch_npu: PackageReport, torch_version: str | None) -> Pa
 def _judged_ascend(ascend: PackageReport, vllm_version: str | None) -> PackageReport:
     problem, remedy = None, ""
     if ascend.version is not None:
-        wanted = {_release(pairing.vllm_ascend): pairing.vllm for pairing in ASCEND_PAIRINGS}
-        needed = wanted.get(_release(ascend.version))
-        known = " and ".join(pairing.vllm_ascend for pairing in ASCEND_PAIRINGS)
-        if needed is None:
-            problem = f"omni-core knows vllm-ascend {known}, not {ascend.version}"
+        release, there = _release(ascend.version), vllm_version or "none"
+        if release not in ASCEND_RELEASES_READ:
+            problem = f"omni-core knows vllm-ascend {' and '.join(ASCEND_RELEASES_READ)}, not {ascend.version}"
             remedy = f"install one of those with the vLLM of its version, or go on without the cache on {NPU_BACKEND}"
-        elif _release(vllm_version or "") != _release(needed):
-            there = vllm_version or "none"
-            problem = f"vllm-ascend {ascend.version} is made for vLLM {needed}; installed is vLLM {there}"
-            remedy = f"install vLLM {needed}"
+        elif release != _release(there):
+            problem = f"vllm-ascend {ascend.version} is made for vLLM {release}; installed is vLLM {there}"
+            remedy = f"install vLLM {release}"
     return PackageReport(ascend.name, ascend.distribution, ascend.version, problem, remedy, NPU_BACKEND)
 
 
