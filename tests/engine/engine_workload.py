@@ -36,6 +36,9 @@ class BlockHistory:
         self._step = 0
         self.rows_hit = {"in the step that computes them": 0, "stored": 0, "stored in a recycled block": 0}
         self.preemptions = 0
+        self.drafts = 0
+        self.decode_runs = 0
+        """Runs of one token and its drafts: without accepted drafts, as many as tokens behind the first ones."""
 
     def see(self, scheduler_output) -> None:
         self._step += 1
@@ -52,6 +55,10 @@ class BlockHistory:
             self._prompts[new.req_id], self._tables[new.req_id] = list(new.prompt_token_ids), blocks[:hit]
             self._fill(new.req_id, blocks[hit:])
         cached = scheduler_output.scheduled_cached_reqs
+        drafts = scheduler_output.scheduled_spec_decode_tokens
+        self.drafts += sum(map(len, drafts.values()))
+        scheduled = scheduler_output.num_scheduled_tokens
+        self.decode_runs += sum(scheduled[req_id] == 1 + len(drafts.get(req_id, ())) for req_id in cached.req_ids)
         for req_id, new_blocks in zip(cached.req_ids, cached.new_block_ids, strict=True):
             if req_id in cached.resumed_req_ids:
                 self._tables[req_id] = []
@@ -108,9 +115,13 @@ class Engine:
         del self.llm
         gc.collect()
 
-    def add(self, request_id: str, prompt: list[int], max_tokens: int = 8) -> None:
+    @property
+    def runner(self):
+        return self.llm.llm_engine.model_executor.driver_worker.worker.model_runner
+
+    def add(self, request_id: str, prompt: list[int], max_tokens: int = 8, **sampling) -> None:
         self.requests[request_id] = Finished(prompt)
-        params = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True, detokenize=False)
+        params = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True, detokenize=False, **sampling)
         self.llm.llm_engine.add_request(request_id, {"prompt_token_ids": prompt}, params)
 
     def step(self, times: int = 1) -> None:
@@ -126,7 +137,7 @@ class Engine:
         while self.llm.llm_engine.has_unfinished_requests():
             self.step()
 
-    def wave(self, requests: dict[str, list[int]], max_tokens: int = 8) -> None:
+    def wave(self, requests: dict[str, list[int]], max_tokens: int = 8, **sampling) -> None:
         for request_id, prompt in requests.items():
-            self.add(request_id, prompt, max_tokens)
+            self.add(request_id, prompt, max_tokens, **sampling)
         self.run()

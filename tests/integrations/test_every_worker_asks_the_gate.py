@@ -29,7 +29,7 @@ def engine(monkeypatch):
     """What the stage asks of vLLM itself, of which there is none here."""
     answers = {
         "engine_version": lambda: "0.32.0",
-        "engine_lacks": lambda device_type: (),
+        "engine_lacks": lambda device_type, uses_v2_runner: (),
         "is_output_rank": lambda: True,
         "attention_group_kinds": lambda config: tuple(group.kind for group in config.kv_cache_groups),
         "request_ids_are_randomised": lambda: True,

@@ -11,14 +11,18 @@ from next_vllm import modules_of_next_vllm
 from omni_core.integrations.vllm.releases.engine_contract import (
     ENGINE_CONTRACT,
     FIRST_RELEASE,
+    FIRST_RELEASE_READ,
     EngineFact,
     FactKind,
     contract_of,
 )
 from omni_core.integrations.vllm.releases.engine_releases import NEWEST_RELEASE, release_of
 from omni_core.integrations.vllm.releases.engine_sources import EngineSources
+from omni_core.integrations.vllm.releases.v2_contract import V2_CONTRACT
 
 SAMPLE = """
+from .elsewhere import Worker1 as Worker2
+
 if TYPE_CHECKING:
     SWITCH: bool = False
 
@@ -68,6 +72,7 @@ PRESENT = [
     fact("run", "method", kind=FactKind.CALL),
     fact("WorkerBase", kind=FactKind.BASE),
     fact("run", "self.state = None", kind=FactKind.EXPRESSION),
+    fact("Worker2", owner=None, kind=FactKind.EXPORT),
 ]
 ABSENT = [
     fact("ranks"),
@@ -84,6 +89,8 @@ ABSENT = [
     fact("Base", kind=FactKind.BASE),
     fact("run", "self.state = 1", kind=FactKind.EXPRESSION),
     fact("walk", "self.state = None", kind=FactKind.EXPRESSION),
+    fact("elsewhere", owner=None, kind=FactKind.EXPORT),
+    fact("Worker", owner=None, kind=FactKind.EXPORT),
 ]
 
 
@@ -101,7 +108,12 @@ def test_no_fact_is_listed_twice():
 
 
 def test_an_older_release_has_fewer_facts_to_hold():
-    assert set(contract_of(FIRST_RELEASE)) < set(contract_of(NEWEST_RELEASE)) == set(ENGINE_CONTRACT)
+    read, run = set(contract_of(FIRST_RELEASE_READ)), set(contract_of(FIRST_RELEASE))
+    assert read < run < set(contract_of(NEWEST_RELEASE)) == set(ENGINE_CONTRACT)
+
+
+def test_a_release_older_than_any_that_was_read_has_no_fewer_to_hold_than_the_oldest():
+    assert contract_of((0, 9)) == contract_of(FIRST_RELEASE_READ)
 
 
 def installed_package():
@@ -111,11 +123,11 @@ def installed_package():
     return Path(spec.submodule_search_locations[0])
 
 
-def test_the_installed_vllm_holds_the_contract():
+def test_the_installed_vllm_holds_the_contract_of_both_model_runners():
     package = installed_package()
     [distribution, *_] = importlib.metadata.packages_distributions()["vllm"]
     release = release_of(importlib.metadata.version(distribution))
-    assert EngineSources(package).lacking(contract_of(release)) == ()
+    assert EngineSources(package).lacking((*contract_of(release), *V2_CONTRACT)) == ()
 
 
 def copied_module(package, module, directory):
@@ -147,5 +159,6 @@ def test_a_name_that_a_new_vllm_changes_is_the_one_that_is_lacking(tmp_path, mod
 @pytest.mark.timeout(1000)
 def test_the_next_vllm_holds_the_contract_in_its_wheel(tmp_path):
     """It is refused all the same, because it was never run; `allow_untested_version` lets it try."""
-    package = modules_of_next_vllm((one.module for one in ENGINE_CONTRACT), tmp_path)
-    assert EngineSources(package).lacking(ENGINE_CONTRACT) == ()
+    contracts = (*ENGINE_CONTRACT, *V2_CONTRACT)
+    package = modules_of_next_vllm((one.module for one in contracts), tmp_path)
+    assert EngineSources(package).lacking(contracts) == ()

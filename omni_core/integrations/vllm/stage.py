@@ -14,6 +14,7 @@ from typing import Any
 from omni_core.integrations.vllm.adapter_files import AdapterFiles
 from omni_core.integrations.vllm.chosen_layers import ChosenLayers, check_layers
 from omni_core.integrations.vllm.effective_block import effective_block, warn_if_no_prompt_can_hit
+from omni_core.integrations.vllm.releases.installed_engine import engine_lacks, engine_version
 from omni_core.integrations.vllm.runner_hooks import adopt_hooks
 from omni_core.integrations.vllm.runners.choice import block_table_block_size, check_staging, runner_view
 from omni_core.integrations.vllm.session import StageSession
@@ -22,9 +23,7 @@ from omni_core.integrations.vllm.stage_parts import StageParts
 from omni_core.integrations.vllm.tap import install_tap
 from omni_core.integrations.vllm.versions import (
     attention_group_kinds,
-    engine_lacks,
     engine_stop_rule,
-    engine_version,
     is_output_rank,
     prefix_replay_tokens,
     request_ids_are_randomised,
@@ -46,12 +45,13 @@ def check_stage(settings: StageSettings, vllm_config: Any, *, uses_v2_runner: bo
         GateRefusedError: the gate refuses.
         SettingsError: layers were asked for that this engine cannot give, or staging slots are too few for it.
     """
+    device = str(vllm_config.device_config.device_type)
     decide(
         stage_facts(
             settings,
             vllm_config,
             engine_version=engine_version(),
-            engine_lacks=engine_lacks(vllm_config.device_config.device_type) if settings.enabled else (),
+            engine_lacks=engine_lacks(device, uses_v2_runner=uses_v2_runner) if settings.enabled else (),
             uses_v2_runner=uses_v2_runner,
         )
     )

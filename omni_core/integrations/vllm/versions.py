@@ -8,20 +8,14 @@ fact.
 
 from __future__ import annotations
 
-import functools
-import importlib.util
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Protocol, cast
 
 from omni_core.integrations.vllm.delivery.ledger import UNKNOWN_TOKEN_ID
 from omni_core.integrations.vllm.errors import StageNotFoundError
-from omni_core.integrations.vllm.releases.ascend_contract import ASCEND_CONTRACT
-from omni_core.integrations.vllm.releases.engine_contract import EngineFact, contract_of
-from omni_core.integrations.vllm.releases.engine_releases import NEWEST_RELEASE, NPU, release_of
-from omni_core.integrations.vllm.releases.engine_sources import EngineSources
+from omni_core.integrations.vllm.releases.installed_engine import engine_version
 from omni_core.settings.errors import SettingsError
 
 STAGE_OUTPUTS_METHOD = "take_stage_outputs"
@@ -55,33 +49,6 @@ class StageOutputsModel(Protocol):
         the last forward's outputs only. Set them outside of a compiled region.
         """
         ...
-
-
-def engine_version() -> str:
-    """The installed vLLM's version, such as `0.32.0`."""
-    import vllm
-
-    return str(vllm.__version__)
-
-
-@functools.cache
-def engine_lacks(device_type: str) -> tuple[EngineFact, ...]:
-    """Facts of the contract that the installed vLLM's source text does not have; empty for a vLLM that can be served.
-
-    Of vLLM-Ascend's too on its device. Reads some fifty files, about a second, once per process; at start only.
-    """
-    lacking = EngineSources(_package_folder("vllm")).lacking(
-        contract_of(release_of(engine_version()) or NEWEST_RELEASE)
-    )
-    if device_type == NPU:
-        lacking += EngineSources(_package_folder("vllm_ascend")).lacking(ASCEND_CONTRACT)
-    return lacking
-
-
-def _package_folder(name: str) -> Path:
-    found = importlib.util.find_spec(name)
-    folders = [] if found is None else found.submodule_search_locations or []
-    return Path(folders[0]) if folders else Path()
 
 
 def adopt_engine_logging() -> None:

@@ -260,5 +260,5 @@ ENGINE_CONTRACT = (
 
 
 def contract_of(release: Release) -> tuple[EngineFact, ...]:
-    """The facts a release must have."""
-    return tuple(fact for fact in ENGINE_CONTRACT if fact.since <= release)
+    """The facts a release must have; one that is older than any that was read, those of the oldest."""
+    return tuple(fact for fact in ENGINE_CONTRACT if fact.since <= max(release, FIRST_RELEASE_READ))
