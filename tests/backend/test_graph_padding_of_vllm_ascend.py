@@ -175,15 +175,7 @@ MODES = {
         CaptureMode.FULL_AND_PIECEWISE,
     ),
 }
-STEP_GRID = [
-    (SHAPES[0], 1),
-    (SHAPES[0], 4),
-    (SHAPES[1], 2),
-    (SHAPES[2], 1),
-    (SHAPES[2], 2),
-    (SHAPES[3], 2),
-    (SHAPES[4], 1),
-]
+STEP_GRID = [(SHAPES[0], 4), (SHAPES[1], 1), (SHAPES[2], 2), (SHAPES[3], 2), (SHAPES[4], 1)]
 
 
 def test_a_rank_pads_as_ours(text, release):
