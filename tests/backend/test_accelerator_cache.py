@@ -7,10 +7,15 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
+import torch
+from cache_rig import CacheRig, new
 from fake_accelerator.backends import VENDORS, Vendor
 from fake_accelerator.machine import FakeMachine
 from fake_accelerator.torch_patches import torch_on
+from row_values import row_values
 
+from omni_core.prefix_cache.config import HIDDEN_KEY
+from omni_core.runtime import ThreadingRuntime
 from omni_core.testing import WorkloadConfig, run_workload
 from omni_core.testing.workload_report import total_rows
 
@@ -76,3 +81,25 @@ def test_pages_and_streams_are_made_at_the_start_only(vendor: Vendor, machine: F
         run_workload(1, replace(workload(vendor, machine, 1), num_requests=num_requests))
         pins.append((len(machine.pins), machine.streams_made - made))
     assert pins[0] == pins[1]
+
+
+class Uncopyable:
+    def __copy__(self):
+        raise TypeError("cannot be copied")
+
+
+def test_a_copy_whose_rows_nobody_wants_is_looked_after_by_a_thread_with_a_device(
+    vendor: Vendor, machine: FakeMachine
+) -> None:
+    runtime = ThreadingRuntime()
+    rig = CacheRig(runtime=runtime, backend=vendor.backend(machine, runtime), staging_depth=1)
+    rig.begin(new("A", [1, 2, 3], run=12))
+    with pytest.raises(TypeError, match="cannot be copied"):
+        rig.save({"odd": Uncopyable()})
+    rig.begin()
+    # The one page comes back only once the committer, which has landed nothing yet, has seen the copy end.
+    step = rig.step(new("D", [4]))
+    rows = rig.take(step, "D")["D"]
+    assert torch.equal(rows[HIDDEN_KEY], row_values("D", range(4)))
+    assert rig.cache.close(20) is True
+    rig.backend.close()

@@ -120,7 +120,7 @@ def test_torch_npu_is_imported_when_it_is_needed_and_the_autoload_setting_stays(
         [sys.executable, "-W", "ignore::DeprecationWarning", "-c", PROGRAM],
         capture_output=True,
         text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(SUPPORT)])},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(SUPPORT), *sys.path])},
         check=False,
         timeout=100,
     )

@@ -164,7 +164,7 @@ class AcceleratorBackend(DeviceBackend):
         if nbytes < 1:
             raise ValueError(f"pinned_arena: nbytes={nbytes} must be at least 1")
         self._refuse_if_closed("pinned_arena")
-        return self._memory.add_arena(self._pinning.pin(nbytes, chunk_bytes))
+        return self._memory.add_arena(self._pinning.pin(nbytes, chunk_bytes), chunk_bytes)
 
     def snapshot_ring(self, depth: int, nbytes: int, device: torch.device) -> AcceleratorRing:
         """Allocate `depth` device buffers of `nbytes` each.
@@ -213,7 +213,8 @@ class AcceleratorBackend(DeviceBackend):
             )
         if not self.owns(source):
             raise ValueError(f"copy_to_host: source lies on {source.device}, which {self._described} does not own")
-        if not self._memory.is_pinned(destination):
+        arena = self._memory.arena_of(destination)
+        if arena is None:
             raise ValueError(
                 f"copy_to_host: destination {tuple(destination.shape)} {destination.dtype} on {destination.device} "
                 "lies in no live pinned arena of this backend; carve it from pinned_arena(...).buffer"
@@ -223,7 +224,7 @@ class AcceleratorBackend(DeviceBackend):
                 f"copy_to_host: stream {stream.name!r} ({type(stream).__name__}) is not the cache's own; "
                 "pass a stream made by this backend's new_stream"
             )
-        return stream.queue_copy(destination, source, self.current_stream())
+        return stream.queue_copy(arena.parts_of(destination, source), self.current_stream())
 
     def close(self) -> None:
         """Wait for queued work, close streams, rings and arenas. Idempotent; bounded by `close_timeout_s`.

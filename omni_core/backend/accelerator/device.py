@@ -5,9 +5,8 @@ from __future__ import annotations
 
 import logging
 
-import torch
-
 from omni_core.backend.accelerator.device_module import DeviceModule, NativeEvent, NativeStream
+from omni_core.backend.accelerator.in_flight import CopyParts
 from omni_core.backend.errors import BackendError
 
 logger = logging.getLogger(__name__)
@@ -78,13 +77,12 @@ class AcceleratorDevice:
             )
         return stream
 
-    def copy(
-        self, destination: torch.Tensor, source: torch.Tensor, stream: NativeStream, current: NativeStream
-    ) -> None:
+    def copy(self, parts: CopyParts, stream: NativeStream, current: NativeStream) -> None:
         """Queue one copy on `stream`; the calling thread, whose stream is `current`, goes on there."""
         self._set_stream(stream)
         try:
-            destination.copy_(source, non_blocking=True)
+            for destination, source in parts:
+                destination.copy_(source, non_blocking=True)
         finally:
             self._set_stream(current)
 

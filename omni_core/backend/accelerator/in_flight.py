@@ -23,23 +23,24 @@ class MemoryUse(Enum):
     """A copy failed, or failed to be queued whole: the device may still read or write there."""
 
 
+CopyParts = tuple[tuple[torch.Tensor, torch.Tensor], ...]
+"""Destinations and sources of one copy that has to be made in several; all destinations lie in one storage, and so do
+all sources."""
+
+
 class QueuedCopy:
     """One copy."""
 
-    __slots__ = ("destination", "done", "source")
+    __slots__ = ("done", "parts")
 
-    def __init__(self, destination: torch.Tensor, source: torch.Tensor) -> None:
-        self.destination = destination
-        self.source = source
+    def __init__(self, parts: CopyParts) -> None:
+        self.parts = parts
         self.done: AcceleratorEvent | None = None
         """`None` until its event is recorded."""
 
     def touches(self, storage_address: int) -> bool:
         """Whether it reads or writes the storage at that address."""
-        return storage_address in (
-            self.destination.untyped_storage().data_ptr(),
-            self.source.untyped_storage().data_ptr(),
-        )
+        return any(tensor.untyped_storage().data_ptr() == storage_address for tensor in self.parts[0])
 
 
 class CopiesInFlight:
@@ -55,9 +56,9 @@ class CopiesInFlight:
         self._queued: deque[QueuedCopy] = deque()
         self._lost: list[QueuedCopy] = []
 
-    def begin(self, destination: torch.Tensor, source: torch.Tensor) -> QueuedCopy:
+    def begin(self, parts: CopyParts) -> QueuedCopy:
         """Keep what a copy uses, before it is queued."""
-        copy = QueuedCopy(destination, source)
+        copy = QueuedCopy(parts)
         with self._lock:
             self._queued.append(copy)
         return copy

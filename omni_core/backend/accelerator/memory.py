@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from itertools import pairwise
 
 import torch
 
 from omni_core.backend.accelerator.device import AcceleratorDevice
-from omni_core.backend.accelerator.in_flight import MemoryUse
+from omni_core.backend.accelerator.in_flight import CopyParts, MemoryUse
 from omni_core.backend.accelerator.pinning import PinnedMemory
 from omni_core.backend.base import PinnedArena, SnapshotRing
 from omni_core.backend.errors import BackendError
@@ -44,13 +45,13 @@ class LiveMemory:
         """Arenas and rings that were closed, but must not be freed."""
         return len(self._kept)
 
-    def is_pinned(self, tensor: torch.Tensor) -> bool:
-        """Whether `tensor` is a view of a live arena. Asks the books; `Tensor.is_pinned` asks the driver."""
-        return tensor.untyped_storage().data_ptr() in self._arenas
+    def arena_of(self, tensor: torch.Tensor) -> AcceleratorArena | None:
+        """The live arena that `tensor` is a view of. Asks the books; `Tensor.is_pinned` asks the driver."""
+        return self._arenas.get(tensor.untyped_storage().data_ptr())
 
-    def add_arena(self, memory: PinnedMemory) -> AcceleratorArena:
-        """Enter a page-locked range."""
-        arena = AcceleratorArena(self, memory)
+    def add_arena(self, memory: PinnedMemory, piece_bytes: int) -> AcceleratorArena:
+        """Enter a range that is page-locked in pieces of `piece_bytes`; 0: in one."""
+        arena = AcceleratorArena(self, memory, piece_bytes)
         with self._lock:
             self._arenas[arena.address] = arena
         return arena
@@ -121,9 +122,10 @@ class LiveMemory:
 class AcceleratorArena(PinnedArena):
     """A page-locked range, accounted for in the backend's books."""
 
-    def __init__(self, books: LiveMemory, memory: PinnedMemory) -> None:
+    def __init__(self, books: LiveMemory, memory: PinnedMemory, piece_bytes: int) -> None:
         self._books = books
         self._memory: PinnedMemory | None = memory
+        self._piece_bytes = piece_bytes
         buffer = self.buffer
         self.address = buffer.untyped_storage().data_ptr()
         """Where the range lies; tells its views from others."""
@@ -144,6 +146,19 @@ class AcceleratorArena(PinnedArena):
     @property
     def pinned_bytes(self) -> int:
         return 0 if self._memory is None else self._memory.pinned_bytes
+
+    def parts_of(self, destination: torch.Tensor, source: torch.Tensor) -> CopyParts:
+        """A copy into a contiguous view of the arena, cut where two pieces meet.
+
+        CUDA refuses a copy that runs from one registered range into another (sgl-project/sglang#36798).
+        """
+        nbytes = destination.nbytes
+        first = destination.data_ptr() - self.address
+        if self._piece_bytes == 0 or nbytes == 0 or first % self._piece_bytes + nbytes <= self._piece_bytes:
+            return ((destination, source),)
+        seams = range(self._piece_bytes - first % self._piece_bytes, nbytes, self._piece_bytes)
+        to, of = destination.view(-1).view(torch.uint8), source.view(-1).view(torch.uint8)
+        return tuple((to[start:stop], of[start:stop]) for start, stop in pairwise((0, *seams, nbytes)))
 
     def close(self) -> None:
         """Unlock the range. Idempotent. Memory that the device may still write to is kept, with a warning.

@@ -5,12 +5,10 @@ from __future__ import annotations
 
 from contextlib import suppress
 
-import torch
-
 from omni_core.backend.accelerator.device import AcceleratorDevice
 from omni_core.backend.accelerator.device_module import NativeEvent, NativeStream
 from omni_core.backend.accelerator.events import AcceleratorEvent
-from omni_core.backend.accelerator.in_flight import CopiesInFlight, MemoryUse
+from omni_core.backend.accelerator.in_flight import CopiesInFlight, CopyParts, MemoryUse
 from omni_core.backend.base import Event, Stream
 from omni_core.backend.errors import BackendError, DeviceCopyError, DeviceWaitTimeoutError
 from omni_core.runtime import Runtime
@@ -157,10 +155,10 @@ class CopyStream(AcceleratorStream):
         self._refuse_if_closing("wait")
         super().wait(event)
 
-    def queue_copy(self, destination: torch.Tensor, source: torch.Tensor, producer: AcceleratorStream) -> Event:
+    def queue_copy(self, parts: CopyParts, producer: AcceleratorStream) -> Event:
         """Queue one checked copy behind the work of `producer`, the calling thread's stream. Never blocks.
 
-        Both tensors stay referenced until the copy is known to have ended.
+        All tensors stay referenced until the copy is known to have ended.
 
         Raises:
             DeviceCopyError: the device takes no more work; an earlier failure. What the copy uses is kept for ever if
@@ -170,16 +168,16 @@ class CopyStream(AcceleratorStream):
         self._refuse_if_closing("copy_to_host")
         self._copies.settle()
         self.wait(producer.record())
-        copy = self._copies.begin(destination, source)
+        copy = self._copies.begin(parts)
         try:
-            self._device.copy(destination, source, self._native, producer.native)
+            self._device.copy(parts, self._native, producer.native)
             copy.done = super().record()
         except BaseException as error:
             self._copies.lose(copy)
             if isinstance(error, DeviceCopyError) or not isinstance(error, Exception):
                 raise
             raise DeviceCopyError(
-                f"copy of {destination.numel() * destination.element_size()} bytes to host on stream {self._name!r} "
+                f"copy of {sum(source.nbytes for _, source in parts)} bytes to host on stream {self._name!r} "
                 f"could not be queued: {type(error).__name__}: {error}"
             ) from error
         return copy.done

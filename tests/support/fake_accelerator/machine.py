@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The hardware and driver under a fake device module: queues, page-locked ranges, devices of threads, mishaps."""
+"""The hardware and driver under a fake device module: streams, copies, devices of threads, mishaps."""
 
 import threading
 import time
@@ -10,61 +10,16 @@ from functools import partial
 
 import torch
 
+from fake_accelerator.hardware_queue import HardwareQueue, HostTaskQueue, Mark
+from fake_accelerator.pinned_ranges import PinnedRanges
+
 PATIENCE_S = 20.0
 """How long the fake waits for what must come before it says that the test is stuck."""
 POISON = 0x55
 """What a copy writes whose source is gone."""
 
 
-class Mark:
-    """A place in a queue, as a recorded event knows it."""
-
-    def __init__(self):
-        self.done = False
-        self.failure = None
-
-
-class HardwareQueue:
-    """The work of one stream, done in order by a thread of its own."""
-
-    def __init__(self, machine, device, stream_id):
-        self.machine = machine
-        self.device = device
-        self.stream_id = stream_id
-        self.failure = None
-        self._work = deque()
-        self._busy = False
-        self._worker = None
-
-    @property
-    def is_default(self):
-        return self.stream_id == 0
-
-    @property
-    def idle(self):
-        return not self._work and not self._busy
-
-    def launch(self, item):
-        """Machine's lock held."""
-        self._work.append(item)
-        if self._worker is None:
-            self._worker = threading.Thread(target=self._run, name=f"fake-stream-{self.stream_id}", daemon=True)
-            self._worker.start()
-        self.machine.changed.notify_all()
-
-    def _run(self):
-        while True:
-            with self.machine.changed:
-                self._busy = False
-                self.machine.changed.notify_all()
-                self.machine.changed.wait_for(lambda: self._work)
-                item = self._work.popleft()
-                self._busy = True
-            item(self)
-            del item
-
-
-class FakeMachine:
+class FakeMachine(PinnedRanges):
     """Devices with streams.
 
     Args:
@@ -77,6 +32,7 @@ class FakeMachine:
     """
 
     def __init__(self, *, host_task_queue, default_device, num_devices=2):
+        super().__init__()
         self.num_devices = num_devices
         self.changed = threading.Condition(threading.RLock())
         self.calls = Counter()
@@ -85,31 +41,20 @@ class FakeMachine:
         """What the driver, or the hardware, would have turned into wrong bytes or a crash."""
         self.contexts = set()
         """Devices that some thread used."""
-        self.pinned = {}
-        """Page-locked ranges: address -> bytes."""
-        self.pins = []
-        """Every range that was page-locked, as (address, bytes)."""
         self.queues = {}
         self.streams_made = 0
         self.copies_done = 0
         self.lost = None
         """Once set, the device is lost: every call raises it (CUDA's sticky errors)."""
         self.sticky = False
-        self.max_pin_bytes = None
         self._copies_in_flight = []
         self._default_device = default_device
         self._thread = threading.local()
         self._pools = Counter()
         self._holds = 0
-        self._held_tasks = False
         self._failures = deque()
         self._producers = set()
-        self._tasks = deque()
-        self._launching = False
-        self._dispatcher = None
-        if host_task_queue:
-            self._dispatcher = threading.Thread(target=self._dispatch, name="fake-task-queue", daemon=True)
-            self._dispatcher.start()
+        self._tasks = HostTaskQueue(self.changed) if host_task_queue else None
 
     # -- threads and devices
 
@@ -170,11 +115,10 @@ class FakeMachine:
         """Queue work; with a host task queue it is not even launched when this returns."""
         self._raise_if_lost()
         with self.changed:
-            if self._dispatcher is None:
+            if self._tasks is None:
                 queue.launch(item)
             else:
-                self._tasks.append((queue, item))
-                self.changed.notify_all()
+                self._tasks.put(queue, item)
 
     def mark(self, queue):
         mark = Mark()
@@ -197,7 +141,7 @@ class FakeMachine:
 
     def drain_tasks(self):
         """Block until the host task queue is empty (A1: MakeSureQueueEmpty)."""
-        self._wait(lambda: not self._tasks and not self._launching, "the host task queue is held")
+        self._wait(lambda: self._tasks is None or self._tasks.idle, "the host task queue is held")
 
     def drain(self, queue):
         """Block until everything queued on a stream is done."""
@@ -208,17 +152,6 @@ class FakeMachine:
         with self.changed:
             if not self.changed.wait_for(condition, PATIENCE_S):
                 raise AssertionError(f"a call blocked for ever: {stuck}")
-
-    def _dispatch(self):
-        while True:
-            with self.changed:
-                self._launching = False
-                self.changed.notify_all()
-                self.changed.wait_for(lambda: self._tasks and not self._held_tasks)
-                queue, item = self._tasks.popleft()
-                self._launching = True
-                queue.launch(item)
-                del queue, item
 
     # -- copies
 
@@ -236,6 +169,9 @@ class FakeMachine:
         if not on_device and not self._is_asynchronous(destination, source):
             self.calls["copy to pageable memory"] += 1
             non_blocking = False
+        elif not on_device and self.ranges_under(destination) > 1:
+            # sgl-project/sglang#36798
+            raise RuntimeError("invalid argument: the copy runs from one registered range into another")
         self.submit(queue, self._copy_item(destination, source, original, on_device=on_device))
         if not non_blocking:
             self.drain(queue)
@@ -243,7 +179,7 @@ class FakeMachine:
 
     def _is_idle(self, queue):
         with self.changed:
-            return queue.idle and not self._launching and not self._tasks
+            return queue.idle and (self._tasks is None or self._tasks.idle)
 
     def _is_asynchronous(self, destination, source):
         """A1, "non_blocking D2H": anything else goes through pageable memory, or waits for the stream."""
@@ -264,9 +200,12 @@ class FakeMachine:
                 with self.changed:
                     self.changed.wait_for(lambda: not self._holds)
                     failure = self._failures.popleft() if self._failures else None
-                if failure is not None:
-                    self._fail(queue, failure, flight)
-                    return
+                    if failure is not None:
+                        # The copy stays in flight: nobody knows whether the transfer has really stopped.
+                        queue.failure = failure
+                        self.lost = failure if self.sticky else None
+                        self.changed.notify_all()
+                        return
             kept_to, kept_of = to(), of()
             if kept_to is None:
                 self.faults.append("the destination of a queued copy was freed")
@@ -284,15 +223,6 @@ class FakeMachine:
 
         return run
 
-    def _fail(self, queue, failure, flight):
-        with self.changed:
-            # `flight` stays: nobody knows whether the transfer has really stopped.
-            queue.failure = failure
-            if self.sticky:
-                self.lost = failure
-            self.changed.notify_all()
-        del flight
-
     @contextmanager
     def hold_copies(self):
         """No queued copy to the host runs inside."""
@@ -305,17 +235,9 @@ class FakeMachine:
                 self._holds -= 1
                 self.changed.notify_all()
 
-    @contextmanager
     def hold_tasks(self):
         """The host task queue launches nothing inside."""
-        with self.changed:
-            self._held_tasks = True
-        try:
-            yield
-        finally:
-            with self.changed:
-                self._held_tasks = False
-                self.changed.notify_all()
+        return self._tasks.hold()
 
     def fail_next_copy(self, failure):
         """The next copy to the host fails."""
@@ -325,34 +247,18 @@ class FakeMachine:
     # -- page-locked memory
 
     def register(self, address, nbytes):
-        """Whether the driver takes the range."""
         self.use_device()
-        if self.max_pin_bytes is not None and nbytes > self.max_pin_bytes:
-            return False
-        self.pinned[address] = nbytes
-        self.pins.append((address, nbytes))
-        return True
+        return super().register(address, nbytes)
 
     def unregister(self, address):
-        """Whether the driver knew the range."""
         self.use_device()
-        nbytes = self.pinned.pop(address, None)
-        if nbytes is None:
-            return False
+        nbytes = self.pinned.get(address, 0)
         with self.changed:
             if any(address < stop and start < address + nbytes for (start, stop), _ in self._copies_in_flight):
                 self.faults.append("memory was unlocked under a queued or failed copy")
-        return True
+        return super().unregister(address)
 
-    def is_pinned(self, tensor):
-        start = tensor.data_ptr()
-        stop = start + tensor.numel() * tensor.element_size()
-        while start < stop:
-            inside = next((at + size for at, size in self.pinned.items() if at <= start < at + size), None)
-            if inside is None:
-                return False
-            start = inside
-        return True
+    # -- the last error, and the end
 
     def remember_error(self, error):
         """The thread's next kernel launch reports it (vllm-project/vllm#50070)."""
@@ -364,8 +270,6 @@ class FakeMachine:
         self._thread.last_error = None
         if error is not None:
             raise error
-
-    # -- the end
 
     def shut_down(self):
         """What the vendor's own exit handler does; Ascend's is known to abort (faults.md, row 105)."""
