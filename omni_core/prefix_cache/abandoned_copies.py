@@ -53,7 +53,7 @@ class AbandonedCopies:
             copies = tuple(self._copies)
         for abandoned in copies:
             try:
-                self.bind_thread()
+                self._try_to_bind_thread()
                 ended = abandoned.copy_done.query() or (wait_s > 0 and self._await(abandoned.copy_done, wait_s))
             except DeviceCopyError as error:
                 logger.warning("a copy into %s that nobody waits for failed: %s", abandoned.where, error)
@@ -69,6 +69,12 @@ class AbandonedCopies:
                 self._copies.remove(abandoned)
                 abandoned.give_back()
                 self._state.progress.notify_all()
+
+    def _try_to_bind_thread(self) -> None:
+        try:
+            self.bind_thread()
+        except Exception as error:  # the device may be lost; its event may tell all the same, or says so itself
+            logger.debug("the committer has no device to ask for a copy's end: %s", error)
 
     def _await(self, copy_done: Event, wait_s: float) -> bool:
         try:

@@ -176,7 +176,7 @@ class Committer:
         for part in task.copy_slots:
             self._writer.copy(task.write_id, part)
         if task.staged:
-            self._writer.write(task.write_id, task.slots, {staged.key: staged.rows for staged in task.staged})
+            self._writer.write(task.write_id, task.slots, task.staged)
 
     def _end(self, task: WriteTask, to: TaskState) -> None:
         if task.done:

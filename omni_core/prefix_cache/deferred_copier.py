@@ -14,7 +14,7 @@ from omni_core.prefix_cache.errors import JoinTimeoutError, OmniPrefixCacheError
 from omni_core.prefix_cache.pool_writer import PoolWriter
 from omni_core.prefix_cache.staging import BounceBuffer, StagingBufferPool
 from omni_core.prefix_cache.state import CacheState
-from omni_core.prefix_cache.task import DeferredRecord, TaskState, WriteTask
+from omni_core.prefix_cache.task import DeferredRecord, StagedRows, TaskState, WriteTask
 from omni_core.runtime import Runtime
 
 DEFERRED_HOLDER = "deferred write"
@@ -74,9 +74,8 @@ class DeferredCopier:
                 self._state.progress.notify_all()
             self._runtime.checkpoint("committer.deferred_copied")
             host = _host_bytes(record)
-            self._writer.write(
-                record.write_id, record.slots, {part.key: host[part.start : part.stop] for part in record.parts}
-            )
+            staged = [StagedRows(part.key, host[part.start : part.stop]) for part in record.parts]
+            self._writer.write(record.write_id, record.slots, staged)
             with self._state.lock:
                 record.transition(TaskState.WRITTEN)
                 self._release_host(record)

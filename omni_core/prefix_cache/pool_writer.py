@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +15,7 @@ from omni_core.prefix_cache.buffers import HostBufferPool
 from omni_core.prefix_cache.reads import SideRows, StepRead
 from omni_core.prefix_cache.slot_table import SlotTable
 from omni_core.prefix_cache.state import CacheState
-from omni_core.prefix_cache.task import PoolRows
+from omni_core.prefix_cache.task import PoolRows, StagedRows
 from omni_core.runtime import Runtime
 
 
@@ -51,25 +51,23 @@ class PoolWriter:
         self._last_row = table.writer_numbers
         self.rows_rescued = 0
 
-    def write(self, write_id: int, slots: npt.NDArray[np.int64], rows_by_key: Mapping[str, torch.Tensor]) -> None:
+    def write(self, write_id: int, slots: npt.NDArray[np.int64], staged: Iterable[StagedRows]) -> None:
         """Write rows of several keys to the same slots, as write `write_id`.
 
         Args:
             write_id: what the rows are claimed under.
             slots: flat pool slots; -1 is not written, and of a slot named twice the later row is.
-            rows_by_key: contiguous CPU tensors with `len(slots)` rows each, in bytes or any dtype.
+            staged: of each key `len(slots)` rows.
         """
         order = self._last_rows(slots)
         if order is not None:
             slots = slots[order]
-        if len(slots) == 0 or not rows_by_key:
+        if len(slots) == 0:
             return
-        picked = None if order is None else torch.from_numpy(order)
-        words_by_key = {}
-        for key, rows in rows_by_key.items():
-            spec = self._pool.spec(key)
-            words = rows.view(-1).view(spec.word).view(-1, spec.row_words)
-            words_by_key[key] = words if picked is None else words.index_select(0, picked)
+        words_by_key = {one.key: one.words(self._pool.spec(one.key)) for one in staged}
+        if order is not None:
+            picked = torch.from_numpy(order)
+            words_by_key = {key: words.index_select(0, picked) for key, words in words_by_key.items()}
         self._overwrite(tuple(words_by_key), slots, words_by_key, write_id)
 
     def copy(self, write_id: int, part: PoolRows) -> None:

@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 
 from omni_core.backend import Event
+from omni_core.prefix_cache.block_pool import RowSpec
 from omni_core.prefix_cache.device_ring import RingTicket
 from omni_core.prefix_cache.staging import BounceBuffer, StagingSlot
 
@@ -56,12 +57,25 @@ LEGAL_MOVES: dict[TaskState, frozenset[TaskState]] = {
 """What each state may be followed by. `docs/concurrency.md` is drawn from it."""
 
 
-@dataclass(frozen=True, slots=True)
 class StagedRows:
-    """Rows of one key that lie in the staging page: CPU tensor `(num_rows, *trailing)`."""
+    """Rows of one key that lie in host memory, on their way to the pool."""
 
-    key: str
-    rows: torch.Tensor
+    __slots__ = ("_words", "key", "rows")
+
+    def __init__(self, key: str, rows: torch.Tensor) -> None:
+        """`rows` is a contiguous CPU tensor with one row per token of the step, in bytes or any dtype."""
+        self.key = key
+        self.rows = rows
+        self._words: torch.Tensor | None = None
+
+    def words(self, spec: RowSpec) -> torch.Tensor:
+        """`(num_rows, row_words)`: the rows as the words they are moved in. Committer thread only.
+
+        Steps of a known form bring the same object again, and a view costs a torch operation.
+        """
+        if self._words is None:
+            self._words = self.rows.view(-1).view(spec.word).view(-1, spec.row_words)
+        return self._words
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from cache_rig import more
 from operation_budgets import (
     COMMITTER_LANDING,
     COMMITTER_LANDING_DEFERRED,
+    COMMITTER_LANDING_NEW_FORM,
     COMMITTER_LANDING_RECORDS,
     PREFETCH_OF_HITS,
 )
@@ -51,7 +52,7 @@ def test_requests_do_not_grow_the_landing_of_a_step(make_rig):
 
 
 def test_tokens_do_not_grow_the_landing_of_a_step(make_rig):
-    assert_helper(COMMITTER, lambda num_tokens: Prefilling(make_rig, num_tokens), PROMPTS, COMMITTER_LANDING)
+    assert_helper(COMMITTER, lambda num_tokens: Prefilling(make_rig, num_tokens), PROMPTS, COMMITTER_LANDING_NEW_FORM)
 
 
 def test_drafts_do_not_grow_the_landing_of_a_step(make_rig):

@@ -101,9 +101,9 @@ VALUES = (
     bug(
         "rows-cast",
         "rows go into the pool through another dtype",
-        CORE + "pool_writer.py",
-        "words = rows.view(-1).view(spec.word)",
-        "words = rows.to(torch.bfloat16).to(rows.dtype).view(-1).view(spec.word)",
+        CORE + "task.py",
+        "self._words = self.rows.view(-1).view(spec.word)",
+        "self._words = self.rows.to(torch.bfloat16).to(self.rows.dtype).view(-1).view(spec.word)",
         files("core/test_dtypes.py"),
         ROWS,
         listed_as="dtype cast",

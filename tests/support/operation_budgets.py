@@ -165,13 +165,15 @@ REGISTER_POLICY_DEFERRING = Budget(Cost(torch_ops=5, locks=12))
 # -- the helper threads. Landing a step costs the committer the same, whatever the step has; the prefetch thread gathers
 # -- request by request, and any number of tokens with the same operations.
 
-COMMITTER_LANDING = Budget(Cost(torch_ops=12, locks=5, python_calls=84, c_calls=28))
+COMMITTER_LANDING = Budget(Cost(torch_ops=4, locks=5, python_calls=60, c_calls=11))
+# Of a form it has not landed before: the words of each key are viewed once.
+COMMITTER_LANDING_NEW_FORM = Budget(Cost(torch_ops=12, locks=5, python_calls=86, c_calls=27))
 # Hidden rows at once, and the record of the deferred key when the step is taken.
-COMMITTER_LANDING_DEFERRED = Budget(Cost(torch_ops=16, locks=15, python_calls=169, c_calls=38))
+COMMITTER_LANDING_DEFERRED = Budget(Cost(torch_ops=12, locks=15, python_calls=159, c_calls=28))
 # Records that waited, all forced at once, and the hidden rows of their steps.
 COMMITTER_LANDING_RECORDS = Budget(
-    Cost(torch_ops=10, locks=10, python_calls=110, c_calls=20),
-    each=Cost(torch_ops=10, locks=8, python_calls=80, c_calls=19),
+    Cost(torch_ops=10, locks=10, python_calls=112, c_calls=19),
+    each=Cost(torch_ops=10, locks=8, python_calls=82, c_calls=18),
     per="record",
 )
 PREFETCH_OF_HITS = Budget(
