@@ -41,19 +41,19 @@ PLATFORM_RUNNERS = (
         "cpu",
         ModelRunner.V2,
         f"{_WORKERS}.cpu_worker.OmniCpuWorker",
-        "an engine test on vLLM 0.32 whose Triton kernels are interpreted",
+        "engine tests on vLLM 0.32 whose Triton kernels are interpreted",
     ),
     PlatformRunner(
         "cuda",
         ModelRunner.V1,
         f"{_WORKERS}.cuda_worker.OmniCudaWorker",
-        "the runner's code on CPU, its source text, a stand-in with asynchronous outputs; never run on a device",
+        "its code in engine tests on CPU, asynchronous scheduling too, its source text, a stand-in; never run on a device",
     ),
     PlatformRunner(
         "cuda",
         ModelRunner.V2,
         f"{_WORKERS}.cuda_worker.OmniCudaWorker",
-        "the runner's code on CPU, its source text, a stand-in; never run on a device",
+        "its code in engine tests on CPU, asynchronous scheduling too, its source text, a stand-in; never run on a device",
     ),
     PlatformRunner(
         "npu",

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs waves of requests on one of vLLM's model runners, with or without asynchronous scheduling, on the CPU.
 
-    RUNNER=V1|V2 python late_tokens.py plain|drafts|async RESULT.json
+    RUNNER=V1|V2 python late_tokens.py drafts|async RESULT.json
 
 Run by the tests in a process of its own, first with Omni Core and then on an engine without prefix caching. vLLM turns
 asynchronous scheduling off on the CPU, which has no use for it; here it is turned on again.
@@ -19,7 +19,7 @@ from tiny_model import save_tiny_model
 from vllm.platforms.cpu import CpuPlatform
 
 NGRAM = {"method": "ngram_gpu", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
-WAYS = {"plain": {}, "drafts": {"speculative_config": NGRAM}, "async": {}}
+WAYS = {"drafts": {"speculative_config": NGRAM}, "async": {}}
 STOP_AFTER = 3
 FEW_TOKENS = [7, 8]
 """Of so few a text repeats itself, and n-gram drafts are accepted."""

@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 HERE = Path(__file__).parent
 HIDDEN, CODES = "__hidden_states__", "talker.codes"
 RUNNERS = {"V1": "vllm.v1.worker.cpu_model_runner", "V2": "vllm.v1.worker.cpu.model_runner"}
-WAYS = [("V1", "async"), ("V2", "plain"), ("V2", "async"), ("V2", "drafts")]
+WAYS = [("V1", "async"), ("V2", "async"), ("V2", "drafts")]
 
 
 @pytest.fixture(scope="module", params=WAYS, ids=" ".join)

@@ -36,7 +36,9 @@ def runner_view(vllm_config: Any, group_index: int, block_size: int, *, uses_v2_
 
 def block_table_block_size(runner: Any, group_index: int, *, uses_v2_runner: bool) -> int:
     """Tokens per entry of the runner's block table of one KV-cache group."""
-    return (v2 if uses_v2_runner else v1).block_table_block_size(runner, group_index)
+    if uses_v2_runner:
+        return v2.block_table_block_size(runner, group_index)
+    return v1.block_table_block_size(runner, group_index)
 
 
 def check_staging(settings: StageSettings, vllm_config: Any, *, uses_v2_runner: bool) -> None:
