@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ def native_module() -> Any:
     """
     if "torch_npu" not in sys.modules:
         with _autoload_setting_kept():
-            import torch_npu  # noqa: F401  registers itself with torch
+            import_module("torch_npu")  # it registers itself with torch
     return torch.get_device_module("npu")
 
 
