@@ -47,13 +47,13 @@ PLATFORM_RUNNERS = (
         "cuda",
         ModelRunner.V1,
         f"{_WORKERS}.cuda_worker.OmniCudaWorker",
-        "its code in engine tests on CPU, asynchronous scheduling too, its source text, a stand-in; never run on a device",
+        "its code in engine tests on CPU, asynchronously too, its source text, a stand-in; never run on a device",
     ),
     PlatformRunner(
         "cuda",
         ModelRunner.V2,
         f"{_WORKERS}.cuda_worker.OmniCudaWorker",
-        "its code in engine tests on CPU, asynchronous scheduling too, its source text, a stand-in; never run on a device",
+        "its code in engine tests on CPU, asynchronously too, its source text, a stand-in; never run on a device",
     ),
     PlatformRunner(
         "npu",
