@@ -3,19 +3,21 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 import torch
 from cache_rig import CacheRig, new
+from controlled_runtime import ControlledRuntime
 from fake_accelerator.backends import VENDORS, Vendor
 from fake_accelerator.machine import FakeMachine
 from fake_accelerator.torch_patches import torch_on
 from row_values import row_values
 
 from omni_core.prefix_cache.config import HIDDEN_KEY
-from omni_core.runtime import ThreadingRuntime
+from omni_core.prefix_cache.errors import StepOrderError
 from omni_core.testing import WorkloadConfig, run_workload
 from omni_core.testing.workload_report import total_rows
 
@@ -83,23 +85,29 @@ def test_pages_and_streams_are_made_at_the_start_only(vendor: Vendor, machine: F
     assert pins[0] == pins[1]
 
 
-class Uncopyable:
-    def __copy__(self):
-        raise TypeError("cannot be copied")
-
-
 def test_a_copy_whose_rows_nobody_wants_is_looked_after_by_a_thread_with_a_device(
     vendor: Vendor, machine: FakeMachine
 ) -> None:
-    runtime = ThreadingRuntime()
+    runtime = ControlledRuntime()
     rig = CacheRig(runtime=runtime, backend=vendor.backend(machine, runtime), staging_depth=1)
-    rig.begin(new("A", [1, 2, 3], run=12))
-    with pytest.raises(TypeError, match="cannot be copied"):
-        rig.save({"odd": Uncopyable()})
-    rig.begin()
-    # The one page comes back only once the committer, which has landed nothing yet, has seen the copy end.
+
+    def save() -> None:
+        rig.backend.bind_thread()
+        rig.save()
+
+    with rig.held():
+        rig.begin(new("A", [1, 2, 3], run=12))
+        with runtime.stop_at("save_outputs.recorded") as recorded:
+            saver = rig.call("saver", save)
+            recorded.wait_reached()
+            rig.cache.reset()
+            recorded.open()
+            with pytest.raises(StepOrderError):
+                saver.result()
+        # The committer has landed nothing yet; without a device it would be told of an error and take that for the end.
+        time.sleep(0.05)
+        assert rig.cache.stats().staging_slots_in_use == 1
     step = rig.step(new("D", [4]))
-    rows = rig.take(step, "D")["D"]
-    assert torch.equal(rows[HIDDEN_KEY], row_values("D", range(4)))
+    assert torch.equal(rig.take(step, "D")["D"][HIDDEN_KEY], row_values("D", range(4)))
     assert rig.cache.close(20) is True
     rig.backend.close()
