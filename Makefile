@@ -47,10 +47,10 @@ lint:
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/python -m mypy
 
-# The tests that need no engine in two processes, as in test-fast; engines one at a time.
+# The tests that need no engine in two processes; engines one at a time.
 test: setup lint
-	$(PYTEST) --numprocesses 2 --dist loadfile -m "not engine and not packaging and not slow"
-	$(PYTEST) -m "(engine or packaging) and not slow"
+	$(PYTEST) --numprocesses 2 --dist loadfile -m "not engine and not slow"
+	$(PYTEST) -m "engine and not slow"
 
 test-fast:
 	@$(SETUP) core
