@@ -28,6 +28,13 @@ def test_a_refused_pin_is_not_reported_by_the_next_innocent_launch(cuda: FakeRig
     torch.empty(1).fill_(0)
 
 
+def test_a_refused_unlock_is_not_reported_by_the_next_innocent_launch(cuda: FakeRig) -> None:
+    arena = cuda.backend.pinned_arena(PAGE_BYTES)
+    cuda.machine.unregister(arena.buffer.data_ptr())
+    arena.close()
+    torch.empty(1).fill_(0)
+
+
 def test_a_pin_is_registered_to_the_byte(cuda: FakeRig) -> None:
     cuda.machine.pins.clear()
     cuda.backend.pinned_arena(PAGE_BYTES + 1)

@@ -30,6 +30,7 @@ def host_pinning(cudart: Any, device_type: str) -> RegisteredPinning:
     def unregister(address: int, nbytes: int) -> None:
         status = cudart.cudaHostUnregister(address)
         if status != cudart.cudaError.success:
+            _forget_last_error(device_type)
             raise BackendError(
                 f"cudaHostUnregister of {nbytes} bytes at {address:#x}: {cudart.cudaGetErrorString(status)}"
             )

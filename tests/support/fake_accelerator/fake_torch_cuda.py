@@ -145,7 +145,10 @@ class Cudart:
         return CudaError.outOfMemory
 
     def cudaHostUnregister(self, ptr):  # noqa: N802
-        return CudaError.success if self._machine.unregister(ptr) else CudaError.hostMemoryNotRegistered
+        if self._machine.unregister(ptr):
+            return CudaError.success
+        self._machine.remember_error(RuntimeError("CUDA error: memory was not registered"))
+        return CudaError.hostMemoryNotRegistered
 
     def cudaMemGetInfo(self, device):  # noqa: N802
         return 60 << 30, 80 << 30
