@@ -214,6 +214,33 @@ def test_a_cache_that_is_turned_off_while_a_step_waits_is_right_again_after_a_re
     assert holds(stage.stored(E), PROMPT)
 
 
+def test_a_request_is_told_of_a_cache_that_an_earlier_output_turned_off_while_a_step_was_saved(
+    stages, kind, monkeypatch
+):
+    stage = stages(kind, on_error=OnError.ISOLATE)
+    start(stage, a_00000001=21)
+    save = stage.session.cache.save_outputs
+
+    def broken(*args, **kwargs):
+        raise RuntimeError("no such step")
+
+    def save_while_the_last_output_is_read(*args, **kwargs):
+        with monkeypatch.context() as patch:
+            patch.setattr("omni_core.integrations.vllm.saved_steps.BuiltStep", broken)
+            reading = threading.Thread(target=stage.read)
+            reading.start()
+            reading.join(BOUND_S)
+        return save(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(stage.session.cache, "save_outputs", save_while_the_last_output_is_read)
+        stage.step(fake.scheduled(running=[(A, 10, 1, None)]), a_00000001=22)
+    assert "no such step" in stage.session.report()["off_reason"]
+    stage.step(fake.scheduled(new=[(B, OTHER, [4, 5, 6], 0, 11)], finished=[A]), b_00000002=50)
+    stage.session.flush(BOUND_S)
+    assert "the cache was turned off" in stage.session.report()["delivery"]["failures"][B]
+
+
 def test_requests_of_a_warm_up_are_none_of_a_clients(stages, kind):
     stage = stages(kind, tap=True)
     with stage.session.warming_up():

@@ -127,7 +127,9 @@ class StepHooks:
         self._attempt("step_begins", partial(self._view.step_begins, scheduler_output))
         self._guarded("new_step_starts", lambda: self._begin(runner, scheduler_output))
         if self._off_reason is not None and scheduler_output.scheduled_new_reqs:
-            # Each request has its last word all the same: why it has no rows.
+            # Each request has its last word all the same: why it has no rows. A step that was being saved while another
+            # thread turned the cache off would stand in front of it for ever.
+            self._outbox.clear()
             self._fail_new_requests(scheduler_output, f"the cache was turned off: {self._off_reason}")
 
     def after_forward(self, runner: Any, scheduler_output: SchedulerOutput) -> None:
