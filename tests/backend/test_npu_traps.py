@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 from fake_accelerator.backends import Vendor
+from fake_accelerator.fake_torch_npu import OlderNpuModule
 from fake_accelerator.rig import SHORT_S, WAIT_S, FakeRig, step_rows
 
 from omni_core.backend import DeviceWaitTimeoutError
+from omni_core.backend.host_pages import PAGE_BYTES
 
 SUPPORT = Path(__file__).parents[1] / "support"
 
@@ -83,6 +85,7 @@ import os
 os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
 import torch
 from fake_accelerator.backends import Vendor
+from fake_accelerator.fake_torch_npu import OlderNpuModule
 from fake_accelerator.fake_torch_npu import NpuModule
 machine = Vendor.NPU.machine()
 npu = NpuModule(machine)
@@ -126,3 +129,17 @@ def test_torch_npu_is_imported_when_it_is_needed_and_the_autoload_setting_stays(
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["None Ascend910B4 npu:0", "1 Ascend910B4 npu:0"]
+
+
+def test_a_build_whose_npurt_raises_pins_as_one_without_it(make_rig) -> None:
+    """torch_npu 2.14 built without `_npurt` has the function, and says only when called that nothing is behind."""
+
+    class WithoutRuntimeApi(OlderNpuModule):
+        def npurt(self):
+            raise RuntimeError("torch_npu._C._npurt is unavailable in this build.")
+
+    machine = make_rig(Vendor.OLDER_NPU).machine
+    backend = Vendor.OLDER_NPU.backend(machine, device_module=WithoutRuntimeApi(machine))
+    assert not backend.capabilities.exact_pinning
+    assert backend.pinned_arena(5 * PAGE_BYTES).pinned_bytes == 8 * PAGE_BYTES
+    backend.close()

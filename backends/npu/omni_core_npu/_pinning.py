@@ -17,9 +17,13 @@ _ACL_SUCCESS = 0
 
 def host_pinning(npu: Any) -> HostPinning:
     """The way of this torch_npu: `npurt` came with 2.14 (backend-facts A1). The one place that asks."""
+    missing = AllocatedPinning(missing="torch.npu.npurt().npuHostRegister (torch_npu 2.14)")
     if not hasattr(npu, "npurt"):
-        return AllocatedPinning(missing="torch.npu.npurt().npuHostRegister (torch_npu 2.14)")
-    npurt = npu.npurt()
+        return missing
+    try:
+        npurt = npu.npurt()
+    except RuntimeError:  # a build of 2.14 without it says so only here (`torch_npu/npu/__init__.py`)
+        return missing
 
     def register(address: int, nbytes: int) -> None:
         # Whole pages: both ends of a mapped range lie on one.
