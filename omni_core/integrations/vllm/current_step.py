@@ -14,7 +14,7 @@ from omni_core.prefix_cache.events import StepEvents, StepLayout
 
 
 class StepCache(Protocol):
-    """The part of the cache manager that belongs to the engine thread."""
+    """The part of the cache manager that the hooks use: on the engine thread, but for `discard_step`."""
 
     def new_step_starts(self, events: StepEvents) -> None:
         """Once per step, before its forward."""
@@ -33,7 +33,7 @@ class StepCache(Protocol):
         ...
 
     def discard_step(self, step_id: int, sampled_counts: Mapping[str, int] | None = None) -> None:
-        """Give a saved step up; its rows come with a later step."""
+        """Give a saved step up; its rows come with a later step. Any thread."""
         ...
 
     def bump_adapter_version(self, adapter_id: int) -> object:

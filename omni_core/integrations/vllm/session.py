@@ -74,6 +74,9 @@ class StageSession:
     def flush(self, timeout_s: float = DEFAULT_FLUSH_TIMEOUT_S, still_running: Collection[str] | None = None) -> None:
         """Hand every computed row to the sink, and end the requests that are not `still_running`. Between steps.
 
+        With asynchronous scheduling, every row of a step whose output has been taken: of a later one it is not known
+        yet which rows count.
+
         Args:
             timeout_s: the longest to wait.
             still_running: internal ids of every request that goes on: one that is not named gets no more rows. `None`

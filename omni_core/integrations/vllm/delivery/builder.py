@@ -75,7 +75,8 @@ _Item = _News | _Step | _StepGivenUp | _Flush | _FailOpenRequests | _FailRequest
 class StageBuilder:
     """Feeds one sink from one cache, on two threads of its own.
 
-    `news`, `room_for_step`, `submit` and `give_up` belong to the engine thread and never wait for the sink; only
+    `news` and `room_for_step` belong to the engine thread; `submit` and `give_up` to it, or to the thread on which an
+    asynchronous output becomes complete, in the steps' order (`outbox`). None of them waits for the sink; only
     `room_for_step` waits at all, as described there. The flushes, `fail_open_requests`, `close` and `report` may be
     called from any thread. Whatever the cache or the sink does, what waits here is bounded: the builder's queue by
     `max_waiting_entries` and `max_waiting_tokens`, the sink's by `sink_queue_bytes`.
