@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Targets are data, and held at the bad end of a figure's interval."""
 
+from dataclasses import replace
+
 import pytest
 
 from omni_core.cli.bench.benchmarks import BENCHMARKS
@@ -40,6 +42,12 @@ def test_the_worst_of_several_rows_decides():
     rows = [row(1.0, 1.0, 1.0), row(3.0, 3.0, 3.0), row(1.0, 2.0, 3.0)]
     assert AT_MOST_2.judge(rows).verdict is Verdict.MISSED
     assert AT_MOST_2.judge([rows[0], rows[2]]).verdict is Verdict.NOT_RESOLVED
+
+
+def test_of_rows_with_one_verdict_the_worst_figure_is_told():
+    rows = [row(1.0, 1.0, 1.0), row(1.5, 1.5, 1.5), row(0.5, 0.5, 0.5)]
+    assert AT_MOST_2.judge(rows).measured == 1.5
+    assert replace(AT_MOST_2, relation=Relation.AT_LEAST, value=0.1).judge(rows).measured == 0.5
 
 
 def test_a_row_without_the_figure_is_not_measured():

@@ -38,6 +38,9 @@ class Verdict(Enum):
     """This run has no such figure: no peer, a smaller run, or a tool that is not installed."""
 
 
+_WORST_FIRST = (Verdict.MISSED, Verdict.NOT_RESOLVED, Verdict.MET)
+
+
 @dataclass(frozen=True, slots=True)
 class Target:
     """A figure, and what it must be. Held at the bad end of the figure's interval."""
@@ -56,8 +59,7 @@ class Target:
         if not fitting:
             return TargetResult(self, Verdict.NOT_MEASURED, None, None)
         judged = [self._judge_row(row) for row in fitting]
-        order = (Verdict.MISSED, Verdict.NOT_RESOLVED, Verdict.MET)
-        return min(judged, key=lambda result: order.index(result.verdict))
+        return min(judged, key=self._rank)
 
     def _fits(self, row: Row) -> bool:
         return row.get(self.figure) is not None and all(row.get(name) == value for name, value in self.where.items())
@@ -74,6 +76,12 @@ class Target:
         else:
             verdict = Verdict.MISSED
         return TargetResult(self, verdict, measured, None if interval is None else (low, high))
+
+    def _rank(self, result: TargetResult) -> tuple[int, float]:
+        """Lower is worse: by verdict, then by the figure itself."""
+        measured = result.measured or 0.0
+        better = -measured if self.relation is Relation.AT_MOST else measured
+        return (_WORST_FIRST.index(result.verdict), better)
 
     def _holds(self, measured: float) -> bool:
         return measured <= self.value if self.relation is Relation.AT_MOST else measured >= self.value
