@@ -107,7 +107,8 @@ def test_the_v1_runner_serves_adapters_as_ours(vllm_text):
 
 
 @pytest.mark.engine
-@pytest.mark.filterwarnings("default")
+# torch warns of its own `torch.jit` where vLLM imports it.
+@pytest.mark.filterwarnings("default:.*torch.jit.script_method.* is deprecated:DeprecationWarning")
 def test_the_imported_dispatcher_agrees():
     """With a `VllmConfig` as vLLM makes it, given the sizes a CUDA platform would leave in it."""
     installed_package()

@@ -8,9 +8,9 @@ from collections.abc import Callable, Collection
 
 import torch
 
-from omni_core.backend.base import PinnedArena, SnapshotRing
+from omni_core.backend.base import PinnedArena
+from omni_core.backend.carved_ring import CarvedRing
 from omni_core.backend.errors import BackendError
-from omni_core.backend.memory import ByteCarver
 from omni_core.backend.observer import ByteRange, DeviceObserver
 from omni_core.backend.pinned_pieces import PinnedPieces
 from omni_core.runtime import Runtime
@@ -257,39 +257,12 @@ class SimPinnedArena(PinnedArena):
             self._pieces.close()
 
 
-class SimSnapshotRing(SnapshotRing):
+class SimSnapshotRing(CarvedRing):
     """Plain buffers accounted like device memory."""
 
     def __init__(self, books: MemoryBooks, buffers: tuple[torch.Tensor, ...]) -> None:
+        super().__init__(buffers)
         self._books = books
-        self._buffers = buffers
-        self._carvers = tuple(ByteCarver(buffer) for buffer in buffers)
-        self._device_bytes = sum(buffer.numel() for buffer in buffers)
 
-    def slot(self, index: int) -> ByteCarver:
-        """The carver over buffer `index`, restarted.
-
-        Raises:
-            IndexError: no such buffer, or the ring is closed.
-        """
-        if not 0 <= index < len(self._carvers):
-            raise IndexError(f"snapshot ring has {len(self._carvers)} buffers, asked for {index}")
-        carver = self._carvers[index]
-        carver.restart()
-        return carver
-
-    @property
-    def device_bytes(self) -> int:
-        return self._device_bytes
-
-    def close(self) -> None:
-        """Free the buffers. Idempotent.
-
-        Raises:
-            BackendError: a queued copy still reads from a buffer; the ring stays open.
-        """
-        if self._buffers:
-            self._books.remove_ring(self, self._buffers)
-            self._buffers = ()
-            self._carvers = ()
-            self._device_bytes = 0
+    def _remove_from_books(self, buffers: tuple[torch.Tensor, ...]) -> None:
+        self._books.remove_ring(self, buffers)

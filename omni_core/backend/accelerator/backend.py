@@ -18,6 +18,7 @@ from omni_core.backend.accelerator.memory import AcceleratorArena, AcceleratorRi
 from omni_core.backend.accelerator.pinning import HostPinning
 from omni_core.backend.accelerator.streams import AcceleratorStream, CopyStream, NativeStreams, ProducerStream
 from omni_core.backend.base import Capabilities, DeviceBackend, DeviceInfo, Event, Stream
+from omni_core.backend.copy_errors import copy_outside_arenas, strided_copy, unequal_copy
 from omni_core.backend.errors import (
     BackendError,
     BackendFeatureUnsupportedError,
@@ -202,23 +203,14 @@ class AcceleratorBackend(DeviceBackend):
             BackendError: the stream is closed.
         """
         if destination.shape != source.shape or destination.dtype != source.dtype:
-            raise ValueError(
-                f"copy_to_host: destination is {tuple(destination.shape)} {destination.dtype}, "
-                f"source is {tuple(source.shape)} {source.dtype}; both must be equal"
-            )
+            raise unequal_copy(destination, source)
         if not destination.is_contiguous() or not source.is_contiguous():
-            raise ValueError(
-                f"copy_to_host: destination strides {destination.stride()} and source strides {source.stride()} for "
-                f"shape {tuple(source.shape)}; both must be contiguous"
-            )
+            raise strided_copy(destination, source)
         if not self.owns(source):
             raise ValueError(f"copy_to_host: source lies on {source.device}, which {self._described} does not own")
         arena = self._memory.arena_of(destination)
         if arena is None:
-            raise ValueError(
-                f"copy_to_host: destination {tuple(destination.shape)} {destination.dtype} on {destination.device} "
-                "lies in no live pinned arena of this backend; carve it from pinned_arena(...).buffer"
-            )
+            raise copy_outside_arenas(destination)
         if not isinstance(stream, CopyStream):
             raise BackendFeatureUnsupportedError(
                 f"copy_to_host: stream {stream.name!r} ({type(stream).__name__}) is not the cache's own; "

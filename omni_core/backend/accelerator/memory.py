@@ -12,9 +12,9 @@ import torch
 from omni_core.backend.accelerator.device import AcceleratorDevice
 from omni_core.backend.accelerator.in_flight import CopyParts, MemoryUse
 from omni_core.backend.accelerator.pinning import PinnedMemory
-from omni_core.backend.base import PinnedArena, SnapshotRing
+from omni_core.backend.base import PinnedArena
+from omni_core.backend.carved_ring import CarvedRing
 from omni_core.backend.errors import BackendError
-from omni_core.backend.memory import ByteCarver
 from omni_core.runtime import Runtime
 
 logger = logging.getLogger(__name__)
@@ -171,39 +171,12 @@ class AcceleratorArena(PinnedArena):
             self._memory = None
 
 
-class AcceleratorRing(SnapshotRing):
-    """Device buffers, accounted for in the backend's books."""
+class AcceleratorRing(CarvedRing):
+    """Device buffers, accounted for in the backend's books. Those that the device may still read are kept."""
 
     def __init__(self, books: LiveMemory, buffers: tuple[torch.Tensor, ...]) -> None:
+        super().__init__(buffers)
         self._books = books
-        self._buffers = buffers
-        self._carvers = tuple(map(ByteCarver, buffers))
-        self._device_bytes = sum(buffer.numel() for buffer in buffers)
 
-    def slot(self, index: int) -> ByteCarver:
-        """The carver over buffer `index`, restarted.
-
-        Raises:
-            IndexError: no such buffer, or the ring is closed.
-        """
-        if not 0 <= index < len(self._carvers):
-            raise IndexError(f"snapshot ring has {len(self._carvers)} buffers, asked for {index}")
-        carver = self._carvers[index]
-        carver.restart()
-        return carver
-
-    @property
-    def device_bytes(self) -> int:
-        return self._device_bytes
-
-    def close(self) -> None:
-        """Free the buffers. Idempotent. Buffers that the device may still read are kept.
-
-        Raises:
-            BackendError: a queued copy still reads from one; the ring stays open.
-        """
-        if self._buffers:
-            self._books.remove_ring(self, self._buffers)
-            self._buffers = ()
-            self._carvers = ()
-            self._device_bytes = 0
+    def _remove_from_books(self, buffers: tuple[torch.Tensor, ...]) -> None:
+        self._books.remove_ring(self, buffers)
