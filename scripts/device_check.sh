@@ -23,5 +23,13 @@ if compgen -G "$wheels/*.whl" >/dev/null; then
   path=$path:$site
 fi
 
+for package in torch numpy stevedore; do
+  if ! said=$(PYTHONPATH=$path${PYTHONPATH:+:$PYTHONPATH} "$python" -c "import $package" 2>&1); then
+    printf 'device_check: %s cannot import %s: %s\nSet PYTHON to the interpreter that has torch for the device%s.\n' \
+      "$python" "$package" "${said##*$'\n'}" ", and put wheels of numpy and stevedore into $wheels if it lacks them" >&2
+    exit 2
+  fi
+done
+
 PYTHONPATH=$path${PYTHONPATH:+:$PYTHONPATH} \
   timeout --signal=INT --kill-after=15 "${DEVICE_CHECK_TIMEOUT_S:-360}" "$python" -m device_check "$@"

@@ -54,6 +54,29 @@ def test_the_script_runs_every_part_on_the_simulator(tmp_path):
     assert report["parts"]["step_gap"]["forwards"][0]["step_with_cache_ms"] > 0
 
 
+@pytest.mark.parametrize("missing", ["torch", "stevedore"])
+def test_an_interpreter_without_a_package_is_named_with_what_to_do(tmp_path, missing):
+    python = tmp_path / "python"
+    python.write_text(f"""#!/bin/sh
+[ "$2" = "import {missing}" ] || exec {sys.executable} "$@"
+echo "Traceback (most recent call last):" >&2
+echo "ModuleNotFoundError: No module named '{missing}'" >&2
+exit 1
+""")
+    python.chmod(0o755)
+    done = subprocess.run(
+        [REPOSITORY / "scripts/device_check.sh", "--help"],
+        env=os.environ | {"PYTHON": str(python)},
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+    )
+    assert done.returncode == 2
+    assert f"{python} cannot import {missing}: ModuleNotFoundError: No module named '{missing}'" in done.stderr
+    assert "Set PYTHON" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_the_report_goes_where_the_device_machine_looks_for_it(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("OUT", str(tmp_path))
     assert main(["--backend", "cpu_sim", "--parts", "bandwidth", "--copy-mib", "1"]) == 0
