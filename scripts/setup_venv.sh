@@ -76,7 +76,7 @@ install_part() {
         core)
             install_torch
             say "omni-core (editable), test and lint tools"
-            pip install -qq --editable '.[sinks]' --group test --group lint
+            pip install -qq --editable '.[sinks,diffusion]' --group test --group lint
             ;;
         docs)
             say "documentation tools"

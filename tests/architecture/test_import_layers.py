@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Arrows point one way: every import in the shipped source is one its layer may make.
 
-    cli, integrations, sinks, testing, telemetry -> prefix_cache -> backend interface, runtime, plugins <- backends/*
+    cli, integrations, sinks, testing, telemetry -> prefix_cache, diffusion_kv -> backend interface, runtime, plugins <- backends/*
 
 The checker reads the source; it imports nothing. It sees imports inside functions and under TYPE_CHECKING too.
 """
@@ -34,6 +34,7 @@ LAYERS = {  # layer -> the other layers it may import; a module belongs to the l
     "omni_core.backend.registry": {*CORE},
     "omni_core.backend.conformance": {*CORE, "omni_core.backend.registry"},
     "omni_core.prefix_cache": {*CORE},
+    "omni_core.diffusion_kv": {*CORE, "omni_core.backend.registry"},  # not prefix_cache: the other half of the package
     "omni_core.sinks": {*CORE, "omni_core.prefix_cache"},
     "omni_core.telemetry": {*CORE, "omni_core.prefix_cache"},
     "omni_core.testing": {
@@ -51,6 +52,7 @@ LAYERS = {  # layer -> the other layers it may import; a module belongs to the l
         "omni_core.prefix_cache",
         "omni_core.settings",
         "omni_core.sinks",
+        "omni_core.diffusion_kv",
     },
     "omni_core.integrations.vllm.rpc.async_stage_client": {  # runs on the event loop of vLLM's AsyncLLM
         *CORE,
@@ -73,6 +75,7 @@ LAYERS = {  # layer -> the other layers it may import; a module belongs to the l
         "omni_core.testing",
         "omni_core.integrations",
         "omni_core.integrations.vllm.simulation",
+        "omni_core.diffusion_kv",
     },
     "omni_core_cuda": {"omni_core.backend", "omni_core.runtime"},
     "omni_core_npu": {"omni_core.backend", "omni_core.runtime"},
