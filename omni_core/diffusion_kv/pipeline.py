@@ -15,6 +15,7 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from omni_core.diffusion_kv.attention.owner import AttentionOwner, KVShape, StepAttention
 from omni_core.diffusion_kv.rows import RowLayout
@@ -72,10 +73,20 @@ class PreparedRequest(Protocol):
 
 
 class RequestState(Protocol):
-    """A request on the worker between steps. A model's own class holds latents, embeddings, the generator."""
+    """A request on the worker between steps. A model's own class holds embeddings, noise levels, the generator."""
 
     @property
     def prepared(self) -> PreparedRequest: ...
+
+    @property
+    def latents(self) -> torch.Tensor:
+        """The target as it stands; replaced by each step, never written in place."""
+        ...
+
+    @property
+    def encoder_s(self) -> float:
+        """Seconds `start` spent in the reference encoders."""
+        ...
 
 
 PreparedT = TypeVar("PreparedT", bound=PreparedRequest)
