@@ -39,8 +39,16 @@ class KVReservationStats:
 class KVReservations(Protocol):
     """Pages of all rows of a request, or none. The engine's one thread calls; nothing blocks."""
 
-    def reserve(self, request_id: str, rows: Sequence[RowDemand]) -> KVSnapshot | None:
+    def reserve(
+        self, request_id: str, rows: Sequence[RowDemand], *, only_at_hit_tokens: int | None = None
+    ) -> KVSnapshot | None:
         """Pages for every row, or `None`: none are free now, ask again later.
+
+        Args:
+            request_id: the public request.
+            rows: its rows, in order.
+            only_at_hit_tokens: of a request that joins a wave, that wave's hit. With another one it gets `None`, and
+                takes and evicts nothing; it comes again for the next wave.
 
         Raises:
             RequestRefusedError: malformed, already live, or too large for the empty pool; nothing was changed.
