@@ -10,4 +10,6 @@ block_hashing    the hash chain of a row's full prefix blocks
 kv_manager       all rows of a request or none, over one native KV manager
 row_checks       what is refused before anything changes
 sizing           how many pages the memory holds, by vLLM's own functions
+
+What has to do with vLLM imports it; admission, states, waves and the scheduler run without.
 """

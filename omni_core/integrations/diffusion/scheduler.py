@@ -20,46 +20,10 @@ from collections.abc import Sequence
 from omni_core.diffusion_kv.errors import DiffusionKVError, RequestRefusedError
 from omni_core.diffusion_kv.pipeline import PreparedRequest
 from omni_core.diffusion_kv.reservations import KVReservations, RowDemand
-from omni_core.diffusion_kv.snapshot import KVSnapshot
 from omni_core.integrations.diffusion.admission import AdmissionEnvelope
-from omni_core.integrations.diffusion.request_states import LEGAL_MOVES, RequestStatus
-from omni_core.integrations.diffusion.waves import FailedRequest, ForwardKey, KVRemoval, ScheduledRequest, Wave
-
-
-class _Entry:
-    """One live request."""
-
-    __slots__ = ("completed_steps", "kv_rows", "prepared", "snapshot", "status")
-
-    def __init__(self, prepared: PreparedRequest, kv_rows: tuple[RowDemand, ...]) -> None:
-        self.prepared = prepared
-        self.kv_rows = kv_rows
-        self.status = RequestStatus.WAITING
-        self.snapshot: KVSnapshot | None = None
-        self.completed_steps = 0
-
-    @property
-    def request_id(self) -> str:
-        return self.prepared.request.request_id
-
-    @property
-    def forward_key(self) -> ForwardKey:
-        request = self.prepared.request
-        return ForwardKey(
-            layouts=tuple(row.layout for row in self.prepared.rows),
-            num_inference_steps=request.num_inference_steps,
-            completed_steps=self.completed_steps,
-            lora=request.lora,
-        )
-
-    def transition(self, to: RequestStatus) -> None:
-        if to not in LEGAL_MOVES[self.status]:
-            raise DiffusionKVError(f"request {self.request_id!r}: illegal move {self.status.name} -> {to.name}")
-        self.status = to
-
-
-def _hit_tokens(snapshot: KVSnapshot | None) -> int:
-    return 0 if snapshot is None else snapshot.rows[0].cached_prefix_tokens
+from omni_core.integrations.diffusion.live_request import Candidate, LiveRequest
+from omni_core.integrations.diffusion.request_states import RequestStatus
+from omni_core.integrations.diffusion.waves import FailedRequest, KVRemoval, ScheduledRequest, Wave
 
 
 class DiffusionScheduler:
@@ -85,11 +49,12 @@ class DiffusionScheduler:
         self._envelope = envelope
         self._max_wave_requests = max_wave_requests
         self._max_running_requests = max_running_requests
-        self._entries: dict[str, _Entry] = {}
-        self._queue: deque[_Entry] = deque()
+        self._entries: dict[str, LiveRequest] = {}
+        self._queue: deque[LiveRequest] = deque()
         self._num_running = 0
         self._failed: list[FailedRequest] = []
         self._next_wave_id = 0
+        self._arrivals = 0
 
     @property
     def num_waiting(self) -> int:
@@ -143,7 +108,8 @@ class DiffusionScheduler:
                     f"it brings {len(kv_rows)} KV rows for its {len(wanted)} rows, or of other lengths; "
                     "diffusion_kv_mode=paged_scheduler needs one for each, in order",
                 )
-        entry = _Entry(prepared, tuple(kv_rows))
+        entry = LiveRequest(self._arrivals, prepared, tuple(kv_rows))
+        self._arrivals += 1
         self._entries[request_id] = entry
         self._queue.append(entry)
 
@@ -155,8 +121,71 @@ class DiffusionScheduler:
 
         Returns:
             The wave, its requests running; `None` if none can start now.
+
+        Raises:
+            DiffusionKVError: nobody holds pages and yet there are none for the head; pages were lost.
         """
-        raise NotImplementedError
+        room = min(self._max_wave_requests, self._max_running_requests - self._num_running)
+        members: list[Candidate] = []
+        try:
+            while self._queue and len(members) < room:
+                entry = self._queue[0]
+                candidate = self._candidate(entry, members[0] if members else None)
+                if candidate is None:
+                    break
+                if isinstance(candidate, RequestRefusedError):
+                    self._queue.popleft()
+                    self._end(entry, RequestStatus.FAILED)
+                    self._failed.append(FailedRequest(entry.prepared, candidate))
+                    continue
+                self._queue.popleft()
+                members.append(candidate)
+        except BaseException:
+            self._give_back(members)
+            raise
+        return self._start(members) if members else None
+
+    def _candidate(self, entry: LiveRequest, first: Candidate | None) -> Candidate | RequestRefusedError | None:
+        """Pages for `entry` in the wave of `first`, or in one of its own; `None`: not in this wave, or not now."""
+        if first is not None and entry.forward_key != first.entry.forward_key:
+            return None
+        if self._reservations is None or entry.snapshot is not None:
+            kept = Candidate(entry, entry.snapshot)
+            return kept if first is None or kept.hit_tokens == first.hit_tokens else None
+        hit_tokens = None if first is None else first.hit_tokens
+        try:
+            snapshot = self._reservations.reserve(entry.request_id, entry.kv_rows, only_at_hit_tokens=hit_tokens)
+        except RequestRefusedError as error:
+            return error
+        if snapshot is not None:
+            return Candidate(entry, snapshot)
+        if first is None and self._num_running == 0:
+            raise DiffusionKVError(
+                f"request {entry.request_id!r} waits for pages, and no request holds any: {self._reservations.stats()}"
+            )
+        return None
+
+    def _give_back(self, members: Sequence[Candidate]) -> None:
+        """Undo a wave that did not come about; its requests stand in the queue as before."""
+        for candidate in reversed(members):
+            entry, snapshot = candidate.entry, candidate.snapshot
+            self._queue.appendleft(entry)
+            if self._reservations is not None and snapshot is not None and entry.snapshot is None:
+                self._reservations.free(snapshot.request_id, snapshot.generation)
+
+    def _start(self, members: Sequence[Candidate]) -> Wave:
+        for candidate in members:
+            candidate.entry.transition(RequestStatus.RUNNING)
+            candidate.entry.snapshot = candidate.snapshot
+        self._num_running += len(members)
+        wave = Wave(
+            wave_id=self._next_wave_id,
+            requests=tuple(ScheduledRequest(member.entry.prepared, member.snapshot) for member in members),
+            forward_key=members[0].entry.forward_key,
+            hit_tokens=members[0].hit_tokens,
+        )
+        self._next_wave_id += 1
+        return wave
 
     def take_failed(self) -> tuple[FailedRequest, ...]:
         """Requests `schedule` took out because they can never be served, each told once."""
@@ -168,14 +197,25 @@ class DiffusionScheduler:
 
         Calling it is optional; `finish` publishes what was not. Idempotent.
         """
-        raise NotImplementedError
+        for scheduled in wave.requests:
+            entry = self._entries.get(scheduled.request_id)
+            if entry is not None and entry.prepared is scheduled.prepared and entry.status is RequestStatus.RUNNING:
+                self._publish(entry)
 
     def preempt(self, request_id: str, completed_steps: int) -> None:
-        """Take a running request out of its wave, between steps. It keeps its pages and its place at the head.
+        """Take a running request out of its wave, between steps. It keeps its pages and its place by arrival.
 
         Its next wave holds the same snapshot and only requests that have completed as many steps.
+
+        Raises:
+            DiffusionKVError: the request is not running.
         """
-        raise NotImplementedError
+        entry = self._running(request_id, "preempt")
+        entry.transition(RequestStatus.PREEMPTED)
+        entry.completed_steps = completed_steps
+        self._num_running -= 1
+        earlier = sum(1 for other in self._queue if other.arrival < entry.arrival)
+        self._queue.insert(earlier, entry)
 
     def finish(self, request_id: str) -> KVRemoval | None:
         """A running request's picture is done: publish its prefix if that has not happened, give its pages back.
@@ -186,7 +226,9 @@ class DiffusionScheduler:
         Raises:
             DiffusionKVError: the request is not running.
         """
-        raise NotImplementedError
+        entry = self._running(request_id, "finish")
+        self._publish(entry)
+        return self._end(entry, RequestStatus.COMPLETED)
 
     def fail(self, request_id: str) -> KVRemoval | None:
         """A running request broke: give its pages back, publish nothing further.
@@ -197,7 +239,7 @@ class DiffusionScheduler:
         Raises:
             DiffusionKVError: the request is not running.
         """
-        raise NotImplementedError
+        return self._end(self._running(request_id, "fail"), RequestStatus.FAILED)
 
     def abort(self, request_id: str) -> KVRemoval | None:
         """A client left: drop its request from the queue, or stop it and give its pages back unpublished.
@@ -208,4 +250,32 @@ class DiffusionScheduler:
         Returns:
             What to tell the worker; `None` if it holds nothing of this request.
         """
-        raise NotImplementedError
+        entry = self._entries.get(request_id)
+        if entry is None:
+            return None
+        if entry.status is not RequestStatus.RUNNING:
+            self._queue.remove(entry)
+        return self._end(entry, RequestStatus.ABORTED)
+
+    def _running(self, request_id: str, call: str) -> LiveRequest:
+        entry = self._entries.get(request_id)
+        if entry is None or entry.status is not RequestStatus.RUNNING:
+            status = "not live" if entry is None else entry.status.value
+            raise DiffusionKVError(f"{call}: request {request_id!r} is {status}, not running")
+        return entry
+
+    def _publish(self, entry: LiveRequest) -> None:
+        if self._reservations is not None and entry.snapshot is not None:
+            self._reservations.publish(entry.snapshot.request_id, entry.snapshot.generation)
+
+    def _end(self, entry: LiveRequest, status: RequestStatus) -> KVRemoval | None:
+        """Forget a request that stands in no queue any more, and give its pages back."""
+        if entry.status is RequestStatus.RUNNING:
+            self._num_running -= 1
+        entry.transition(status)
+        del self._entries[entry.request_id]
+        snapshot = entry.snapshot
+        if self._reservations is None or snapshot is None:
+            return None
+        self._reservations.free(snapshot.request_id, snapshot.generation)
+        return KVRemoval(snapshot.request_id, snapshot.generation)
