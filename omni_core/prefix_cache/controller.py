@@ -118,11 +118,19 @@ class OmniPrefixCacheController:
         return replace(fixed, pool_bytes=self.pool.reserved_bytes, key_table_bytes=self._table.key_bytes)
 
     def allocate_deferred(self, policy: ModelCachePolicy) -> DeferredMemory | None:
-        """Allocate what the policy's deferred keys need, if anything. Slow; before the first step. No lock held.
+        """Allocate what the policy's deferred keys need, if anything, and reserve the tables of every key it names.
+
+        Slow; engine thread, before the first step. No lock held.
 
         Raises:
             MemoryError: refused; nothing is left behind.
         """
+        memory = self._deferred_memory(policy)
+        hidden = (HIDDEN_KEY,) if policy.needs_full_hidden_states else ()
+        self._table.key_tables.reserve((*hidden, *policy.token_keys, *policy.deferred_keys))
+        return memory
+
+    def _deferred_memory(self, policy: ModelCachePolicy) -> DeferredMemory | None:
         if not policy.deferred_keys or self._config.device_staging_bytes < CARVE_ALIGNMENT_BYTES:
             return None
         return DeferredMemory(self._config, policy, self._backend, self._device)

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from omni_core.prefix_cache.errors import HostMemoryError, SlotOutOfRangeError
-from omni_core.prefix_cache.lazy_tables import zero_table
+from omni_core.prefix_cache.lazy_tables import KeyTables, zero_table
 
 Slots = npt.NDArray[np.int64]
 WriteIds = npt.NDArray[np.int64]
@@ -68,6 +68,8 @@ class SlotTable:
         self.any_adapter = False
         """Whether an adapter ever filled a block."""
         self._pins: npt.NDArray[np.int32] = zero_table(self.num_slots, np.int32)
+        self.key_tables = KeyTables(self.num_slots)
+        """Makes those of new keys."""
         self._latest: dict[str, WriteIds] = {}
         self._stamp: dict[str, WriteIds] = {}
         self._mark: npt.NDArray[np.bool_] = zero_table(self.num_slots, np.bool_)
@@ -109,7 +111,7 @@ class SlotTable:
             HostMemoryError: the operating system has not so much address space; names the key and the sizes.
         """
         try:
-            return zero_table(self.num_slots, np.int64), zero_table(self.num_slots, np.int64)
+            return self.key_tables.of_new(key)
         except MemoryError as error:
             raise HostMemoryError(
                 f"key {key!r}: num_blocks={self.num_blocks} x block_size={self.block_size} x {KEY_BYTES_PER_SLOT} "
@@ -119,6 +121,7 @@ class SlotTable:
     def add_key(self, key: str, tables: tuple[WriteIds, WriteIds]) -> None:
         """Begin to track `key` with tables from `new_key_tables`."""
         self._latest[key], self._stamp[key] = tables
+        self.key_tables.taken(key)
 
     # -- logical state, engine thread ---------------------------------------------------------------------------------
 

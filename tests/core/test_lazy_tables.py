@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from omni_core.prefix_cache.lazy_tables import zero_table
+from omni_core.prefix_cache.lazy_tables import KeyTables, zero_table
 from omni_core.prefix_cache.slot_table import SlotTable
 
 
@@ -38,3 +38,23 @@ def test_a_table_is_zeros_that_can_be_written(count, dtype):
     assert not table.any()
     table[-1] = 1
     assert np.count_nonzero(table) == 1
+
+
+def test_tables_made_beforehand_are_a_keys_own_until_they_are_in_use():
+    tables = KeyTables(1000)
+    tables.reserve(("codes", "mel"))
+    codes = tables.of_new("codes")
+    assert all(again is table for again, table in zip(tables.of_new("codes"), codes, strict=True))
+    tables.taken("codes")
+    others = (*tables.of_new("codes"), *tables.of_new("mel"), *tables.of_new("undeclared"))
+    for table in codes:
+        table[:] = 1
+    assert not any(table.any() for table in others)
+
+
+def test_tables_reserved_anew_are_those_of_the_newly_named_keys_alone():
+    tables = KeyTables(1000)
+    tables.reserve(("codes",))
+    first = tables.of_new("codes")
+    tables.reserve(("mel",))
+    assert all(table is not earlier for table, earlier in zip(tables.of_new("codes"), first, strict=True))
