@@ -146,6 +146,7 @@ class DiffusionEngine:
         Raises:
             EngineDeadError, EngineClosedError: as `step`.
         """
+        self._check_serving()
         ended = []
         while self.has_unfinished_requests:
             ended.extend(self.step())
