@@ -75,6 +75,8 @@ class SlotTable:
         self._mark: npt.NDArray[np.bool_] = zero_table(self.num_slots, np.bool_)
         self.writer_numbers: npt.NDArray[np.int32] = zero_table(self.num_slots, np.int32)
         """A number per slot that means something to the one writer, during a write. Committer thread only."""
+        self.shared_bytes = sum(table.nbytes for table in vars(self).values() if isinstance(table, np.ndarray))
+        """Bytes of the tables that all keys share; memory is committed as slots are used."""
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -82,13 +84,8 @@ class SlotTable:
         return tuple(self._latest)
 
     @property
-    def shared_bytes(self) -> int:
-        """Bytes of the tables that all keys share; memory is committed as slots are used. No lock needed."""
-        return sum(table.nbytes for table in vars(self).values() if isinstance(table, np.ndarray))
-
-    @property
     def key_bytes(self) -> dict[str, int]:
-        """The same of each key's own tables. State lock held."""
+        """Bytes of each key's own tables. State lock held."""
         return {key: latest.nbytes + self._stamp[key].nbytes for key, latest in self._latest.items()}
 
     def check_blocks(self, block_ids: Slots, what: str) -> None:

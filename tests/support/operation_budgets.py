@@ -138,7 +138,7 @@ TAKE_PARTIAL_REQUESTS = Budget(
     per="report",
 )
 STATS = Budget(
-    Cost(torch_ops=0, locks=1, python_calls=60, c_calls=37),
+    Cost(torch_ops=0, locks=1, python_calls=49, c_calls=14),
     each=Cost(torch_ops=0, locks=0, python_calls=2, c_calls=3),
     per="stored key",
 )
