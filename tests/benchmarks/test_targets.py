@@ -60,6 +60,14 @@ def test_a_count_has_no_interval():
     assert none.judge([{"staging_full": 1}]).verdict is Verdict.MISSED
 
 
+def test_a_count_that_must_be_exact_may_lie_on_neither_side():
+    tokens = Target("t", "tokens", Relation.EXACTLY, 810)
+    assert tokens.judge([{"tokens": 810}]).verdict is Verdict.MET
+    for wrong in (809, 810.5, 811):
+        assert tokens.judge([{"tokens": 810}, {"tokens": wrong}]).verdict is Verdict.MISSED
+    assert tokens.judge([{"tokens": 811}, {"tokens": 800}]).measured == 800
+
+
 def test_as_a_document_it_has_name_relation_value_and_verdict():
     assert AT_MOST_2.judge([row(1.0, 1.5, 2.5)]).as_document() == {
         "name": "t",

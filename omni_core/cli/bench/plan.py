@@ -31,6 +31,8 @@ class Plan:
     """Most seconds for a benchmark that goes on until its interval is narrow."""
     model: Path | None = None
     """The model directory of benchmarks that run an engine; `None`: the demo's."""
+    config: Path | None = None
+    """The JSON file of `diffusion`; `None`: as it is published."""
 
     def rounds(self, full: int, quick: int) -> int:
         """A number of rounds, for a full run or for a quick one."""

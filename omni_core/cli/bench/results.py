@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from types import MappingProxyType
 from typing import Any
 
 from omni_core.cli.bench.samples import Estimate
@@ -25,6 +27,8 @@ class Relation(Enum):
 
     AT_MOST = "<="
     AT_LEAST = ">="
+    EXACTLY = "=="
+    """For counts, which have no interval."""
 
 
 class Verdict(Enum):
@@ -38,6 +42,9 @@ class Verdict(Enum):
     """This run has no such figure: no peer, a smaller run, or a tool that is not installed."""
 
 
+_HOLDS: Mapping[Relation, Callable[[float, float], bool]] = MappingProxyType(
+    {Relation.AT_MOST: operator.le, Relation.AT_LEAST: operator.ge, Relation.EXACTLY: operator.eq}
+)
 _WORST_FIRST = (Verdict.MISSED, Verdict.NOT_RESOLVED, Verdict.MET)
 
 
@@ -68,7 +75,7 @@ class Target:
         measured = float(row[self.figure])
         interval = row.get(interval_name(self.figure))
         low, high = (measured, measured) if interval is None else interval
-        good, bad = (low, high) if self.relation is Relation.AT_MOST else (high, low)
+        good, bad = (high, low) if self.relation is Relation.AT_LEAST else (low, high)
         if self._holds(bad):
             verdict = Verdict.MET
         elif self._holds(good):
@@ -80,11 +87,15 @@ class Target:
     def _rank(self, result: TargetResult) -> tuple[int, float]:
         """Lower is worse: by verdict, then by the figure itself."""
         measured = result.measured or 0.0
-        better = -measured if self.relation is Relation.AT_MOST else measured
-        return (_WORST_FIRST.index(result.verdict), better)
+        better = {
+            Relation.AT_MOST: -measured,
+            Relation.AT_LEAST: measured,
+            Relation.EXACTLY: -abs(measured - self.value),
+        }
+        return (_WORST_FIRST.index(result.verdict), better[self.relation])
 
     def _holds(self, measured: float) -> bool:
-        return measured <= self.value if self.relation is Relation.AT_MOST else measured >= self.value
+        return _HOLDS[self.relation](measured, self.value)
 
 
 @dataclass(frozen=True, slots=True)
