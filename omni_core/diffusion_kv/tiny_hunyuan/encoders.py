@@ -80,9 +80,8 @@ class _VisionTransformer:
         """`[3, height, width]` to `[tokens, dim]`."""
         patches = functional.conv2d(pixels.to(self._patches)[None], self._patches, stride=PATCH_PIXELS)[0]
         hidden = patches.flatten(1).T + self._places
-        query, key, value = (
-            functional.linear(rms_norm(hidden), self._qkv).unflatten(-1, (3, self._num_heads, _VIT_HEAD_SIZE)).unbind(1)
-        )
+        projected = functional.linear(rms_norm(hidden), self._qkv)
+        query, key, value = projected.view(-1, 3, self._num_heads, _VIT_HEAD_SIZE).unbind(1)
         seen = functional.scaled_dot_product_attention(
             query.transpose(0, 1)[None], key.transpose(0, 1)[None], value.transpose(0, 1)[None]
         )

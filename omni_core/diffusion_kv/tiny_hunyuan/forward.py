@@ -69,7 +69,7 @@ class Wave:
                 guided(conditional[index], unconditional[index], state.prepared.request.guidance_scale)
                 for index, state in enumerate(self.states)
             )
-        of_states = velocity.split([len(rows) for rows in self.row_indices])
+        of_states = torch.split(velocity, [len(rows) for rows in self.row_indices])
         return tuple(
             rows[0] if len(rows) == 1 else guided(rows[0], rows[1], state.prepared.request.guidance_scale)
             for rows, state in zip(of_states, self.states, strict=True)

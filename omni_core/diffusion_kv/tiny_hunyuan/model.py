@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All weights of the transformer: embeddings, timestep, layers, and the head that predicts velocity."""
+"""All weights of the transformer: embeddings, timestep, layers, and the head that predicts the picture."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ from omni_core.diffusion_kv.tiny_hunyuan.weights import WeightSource, rms_norm
 _TIMESTEP_FREQUENCIES = 64
 _TIMESTEPS = 1_000.0
 """The timestep of noise level 1."""
+_CLEAN_GAIN = 0.6
+"""Of the predicted picture's latents before smoothing, which takes some of it away."""
 
 
 class TinyTransformer:
@@ -34,7 +36,7 @@ class TinyTransformer:
         self._timestep_out = source.matrix(size.dim, size.dim, gain=2.0)
         self._modulation = source.matrix(size.dim, 6 * size.dim, gain=0.2)
         self._layers = tuple(TransformerLayer(index, size, ranks, source) for index in range(size.num_layers))
-        self._latent_out = source.matrix(size.dim, LATENT_CHANNELS)
+        self._latent_out = source.matrix(size.dim, LATENT_CHANNELS, gain=_CLEAN_GAIN)
 
     def embed(self, token_ids: Sequence[Sequence[int]]) -> torch.Tensor:
         """Rows of ids to `[rows, tokens, dim]`."""
@@ -55,7 +57,7 @@ class TinyTransformer:
         Args:
             embeddings: `[rows, tokens, dim]` of the window's tokens; the target's places are overwritten.
             latents: `[rows, channels, height, width]`.
-            noise_level: the same for every row.
+            noise_level: the same for every row; above 0.
             window: which tokens these are.
             adapter: of all rows, or none.
             attention: the step's.
@@ -67,12 +69,13 @@ class TinyTransformer:
         image = slice(window.target.start + 1, window.target.stop)
         embeddings[:, window.target.start] = timestep
         embeddings[:, image] = functional.linear(latents.flatten(2).mT.to(embeddings), self._latent_in)
-        modulation = functional.linear(rms_norm(functional.silu(timestep)), self._modulation).unflatten(0, (6, -1))
+        modulation = functional.linear(rms_norm(functional.silu(timestep)), self._modulation).view(6, -1)
         hidden = embeddings
         for layer in self._layers:
             hidden = layer.forward(hidden, window, modulation, adapter, attention)
-        velocity = functional.linear(rms_norm(hidden[:, image]), self._latent_out)
-        return velocity.mT.reshape(latents.shape).to(latents)
+        patches = functional.linear(rms_norm(hidden[:, image]), self._latent_out)
+        clean = _smoothed(patches.mT.reshape(latents.shape).to(latents))
+        return (latents - clean) / noise_level
 
     def _embed_timestep(self, noise_level: float) -> torch.Tensor:
         """`[dim]`."""
@@ -80,3 +83,12 @@ class TinyTransformer:
         angles = noise_level * _TIMESTEPS * torch.exp(-math.log(10_000.0) * exponents)
         waves = torch.cat((angles.cos(), angles.sin())).to(self._timestep_in)
         return functional.linear(functional.silu(functional.linear(waves, self._timestep_in)), self._timestep_out)
+
+
+def _smoothed(latents: torch.Tensor) -> torch.Tensor:
+    """Each patch, mixed with its neighbours: the part of the U-Net that turns tokens into a picture. Fixed weights."""
+    channels = latents.shape[1]
+    line = latents.new_tensor((0.25, 0.5, 0.25))
+    kernel = (line[:, None] * line).expand(channels, 1, 3, 3)
+    framed = functional.pad(latents, (1, 1, 1, 1), mode="replicate")
+    return functional.conv2d(framed, kernel, groups=channels)

@@ -131,7 +131,8 @@ class TransformerLayer:
         scale = 0.0 if adapter is None else adapter.lora.scale
 
         def heads(name: str) -> torch.Tensor:
-            return self._projections[name](normed, changes[name], scale).unflatten(-1, (-1, self._head_size))
+            projected = self._projections[name](normed, changes[name], scale)
+            return projected.view(*projected.shape[:-1], -1, self._head_size)
 
         query = window.rotary.turn(_QK_GAIN * rms_norm(heads("q_proj")))
         key = window.rotary.turn(_QK_GAIN * rms_norm(heads("k_proj")))
