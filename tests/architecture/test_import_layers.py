@@ -261,7 +261,9 @@ IMPORT_EVERYTHING = textwrap.dedent("""
     import importlib, pkgutil, sys
 
     ABSENT = ("vllm", "vllm_ascend", "vllm_omni", "torch_npu", "gguf", "transformers", "accelerate", "rich")
-    NEED_VLLM = ("omni_core.integrations.vllm", "omni_core.cli.demo")
+    NATIVE = ("block_hashing", "kv_manager", "row_request", "sizing")
+    NEED_VLLM = ("omni_core.integrations.vllm", "omni_core.cli.demo", *(
+        f"omni_core.integrations.diffusion.{name}" for name in NATIVE))
 
     class Absent:
         def find_spec(self, name, path=None, target=None):
