@@ -19,6 +19,9 @@ TASK_HOLDER = "write"
 """The name under which a write task holds its staging slot."""
 _ABANDONED_WAIT_S = 1.0
 """How long an idle committer waits at a time for a copy whose rows nobody wants."""
+_PATIENCE_S = 0.005
+"""How long a write nobody waits for lets the engine thread go first. Between the two calls of a step both want Python's
+lock, and the engine has more to do there than announce and save: it prepares and launches the forward."""
 
 
 class Committer:
@@ -51,6 +54,8 @@ class Committer:
         self._queue: deque[WriteTask] = deque()
         self._current: WriteTask | None = None
         self._paused = False
+        self._num_patient = 0
+        """How many of the last writes in the queue nobody waits for; more than the queue has: all of them."""
         self.landed_upto = 0
         """Every immediate write and block copy with an id up to this has landed."""
         self._thread = runtime.spawn("omni-core-committer", self._run)
@@ -80,13 +85,26 @@ class Committer:
         ending = task is not None and bool(task.records) and task.records[0].write_id <= record_id
         return self.have_landed(write_id, record_id) and not ending
 
-    def enqueue(self, task: WriteTask) -> None:
-        """Queue a claimed write. Immediate writes and block copies are queued in the order of their ids."""
+    def enqueue(self, task: WriteTask, *, patiently: bool = False) -> None:
+        """Queue a claimed write. Immediate writes and block copies are queued in the order of their ids.
+
+        Args:
+            task: the write.
+            patiently: whether nobody waits for it. It then begins with the next write that is not so, when somebody
+                says `hurry`, or soon.
+        """
         task.transition(TaskState.QUEUED)
         if task.staging_slot is not None:
             task.staging_slot.hold(TASK_HOLDER)
+        self._num_patient = self._num_patient + 1 if patiently else 0
         self._queue.append(task)
         self._state.committer_work.notify_all()
+
+    def hurry(self) -> None:
+        """Somebody waits for what is queued: let it begin now."""
+        if self._num_patient:
+            self._num_patient = 0
+            self._state.committer_work.notify_all()
 
     def abandon(self, slot: StagingSlot, copy_done: Event) -> None:
         """Nobody wants the rows of this copy any more: keep its page out of use until the copy has ended."""
@@ -105,6 +123,7 @@ class Committer:
     def drop_queue(self) -> int:
         """Fail every queued write (`reset`, or after a failure); returns how many."""
         count = len(self._queue)
+        self._num_patient = 0
         while self._queue:
             self._end(self._queue.popleft(), TaskState.FAILED)
         return count
@@ -124,6 +143,10 @@ class Committer:
         while True:
             with self._state.lock:
                 self._state.committer_work.wait_for(self._has_work, None)
+                if self._num_patient and not self._is_wanted():
+                    self._state.committer_work.wait_for(self._is_wanted, _PATIENCE_S)
+                    self._num_patient = 0
+                    continue
                 task = None if self._paused or not self._queue else self._queue.popleft()
                 if task is not None:
                     task.transition(TaskState.COPYING)
@@ -142,6 +165,9 @@ class Committer:
         # Whoever still uses a page may yet abandon a copy into it.
         ending = self._state.closing and self._state.page_users == 0 and not self._queue
         return bool(self._abandoned.places) or ending
+
+    def _is_wanted(self) -> bool:
+        return len(self._queue) > self._num_patient or bool(self._abandoned.places) or self._state.closing
 
     def _try_to_land(self, task: WriteTask) -> None:
         try:

@@ -67,11 +67,7 @@ class DeferredCopier:
         for record, following in zip_longest(records, records[1:]):
             if following is not None:
                 self._start(following)
-            self._await(record)
-            with self._state.lock:
-                if following is None:
-                    task.transition(TaskState.HOST_READY)
-                self._state.progress.notify_all()
+            self._await(record, task if following is None else None)
             self._runtime.checkpoint("committer.deferred_copied")
             host = _host_bytes(record)
             staged = [StagedRows(part.key, host[part.start : part.stop]) for part in record.parts]
@@ -106,13 +102,12 @@ class DeferredCopier:
         with self._state.lock:
             if record.step_holder in record.page.holders:
                 record.page.hold(DEFERRED_HOLDER)
+                record.transition(TaskState.COPYING)
                 chosen = True
             else:
                 chosen = self._take_bounce(record)
         if not chosen:
             self._await_bounce(record)
-        with self._state.lock:
-            record.transition(TaskState.COPYING)
         self._runtime.checkpoint("committer.deferred_copying")
         # The rows were cloned on the engine's stream; nothing else orders this thread's copies behind it.
         self._stream.wait(record.cloned)
@@ -121,18 +116,24 @@ class DeferredCopier:
             record.copy_done = copy_done
             self.copies_made += 1
 
-    def _await(self, record: DeferredRecord) -> None:
+    def _await(self, record: DeferredRecord, ended: WriteTask | None) -> None:
+        """Wait for the copy; `ended` is the record's task, if it is its last one."""
         if record.copy_done is None:
             raise OmniPrefixCacheError(f"{record.label} were waited for before their copy began; an internal error")
         record.copy_done.synchronize(self._join_timeout_s)
         with self._state.lock:
             record.transition(TaskState.HOST_READY)
             self._release_device(record)
+            if ended is not None:
+                ended.transition(TaskState.HOST_READY)
+            self._state.progress.notify_all()
 
     def _take_bounce(self, record: DeferredRecord) -> bool:
+        """Take a bounce buffer, if one is free, and let the copy begin."""
         if not self._free_bounces:
             return False
         record.bounce = self._free_bounces.pop()
+        record.transition(TaskState.COPYING)
         return True
 
     def _await_bounce(self, record: DeferredRecord) -> None:

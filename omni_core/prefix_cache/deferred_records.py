@@ -114,6 +114,8 @@ class DeferredRecords:
             wanted = claims[np.isin(claims, waiting)]
             if wanted.size:
                 self.force_through(int(wanted.max()), why)
+        if self.forced_upto > self._copier.landed_upto:
+            self._committer.hurry()
         return min(newest, self.forced_upto)
 
     def force_through(self, write_id: int, why: str) -> None:
@@ -121,19 +123,27 @@ class DeferredRecords:
         count = self._count_through(write_id)
         if count:
             self._force(count, f"deferred records, for {why} ({_records(count)})")
+        elif self.forced_upto > self._copier.landed_upto:
+            self._committer.hurry()
 
     def force_all(self, why: str) -> int:
         """Queue every open record; returns the record to wait for."""
         if self._open:
             self.force_through(self._open[-1].write_id, why)
+        elif self.forced_upto > self._copier.landed_upto:
+            self._committer.hurry()
         return self.forced_upto
 
     def force_ended(self, req_id: str, row: int, serial: int) -> None:
-        """A request ends: queue every record up to its last one. `row` and `serial` are those of the request table."""
+        """A request ends: queue every record up to its last one, which nobody waits for yet.
+
+        `row` and `serial` are those of the request table.
+        """
         count = self._count_through(self._writes.last_record(row, serial))
         if count:
             write_n = self._writes.write_n(row)
-            self._force(count, f"deferred write {write_n} of request {req_id!r} ({_records(count)})")
+            label = f"deferred write {write_n} of request {req_id!r} ({_records(count)})"
+            self._force(count, label, patiently=True)
 
     def drop_open(self) -> int:
         """Give up every record that was not forced, and forget all writes (`reset`, `close`); returns how many."""
@@ -152,7 +162,7 @@ class DeferredRecords:
             return len(self._open)
         return sum(record.write_id <= write_id for record in self._open)
 
-    def _force(self, count: int, label: str) -> None:
+    def _force(self, count: int, label: str, *, patiently: bool = False) -> None:
         records = tuple(islice(self._open, count))
         if count == len(self._open):
             self._open.clear()
@@ -163,7 +173,7 @@ class DeferredRecords:
         self.forced_upto = records[-1].write_id
         task = WriteTask(label, self.forced_upto)
         task.records = records
-        self._committer.enqueue(task)
+        self._committer.enqueue(task, patiently=patiently)
 
 
 def _records(count: int) -> str:

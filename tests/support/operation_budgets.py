@@ -169,11 +169,11 @@ COMMITTER_LANDING = Budget(Cost(torch_ops=4, locks=5, python_calls=60, c_calls=1
 # Of a form it has not landed before: the words of each key are viewed once.
 COMMITTER_LANDING_NEW_FORM = Budget(Cost(torch_ops=12, locks=5, python_calls=86, c_calls=27))
 # Hidden rows at once, and the record of the deferred key when the step is taken.
-COMMITTER_LANDING_DEFERRED = Budget(Cost(torch_ops=12, locks=15, python_calls=159, c_calls=28))
+COMMITTER_LANDING_DEFERRED = Budget(Cost(torch_ops=12, locks=13, python_calls=155, c_calls=28))
 # Records that waited, all forced at once, and the hidden rows of their steps.
 COMMITTER_LANDING_RECORDS = Budget(
-    Cost(torch_ops=10, locks=10, python_calls=112, c_calls=19),
-    each=Cost(torch_ops=10, locks=8, python_calls=82, c_calls=18),
+    Cost(torch_ops=10, locks=8, python_calls=108, c_calls=19),
+    each=Cost(torch_ops=10, locks=6, python_calls=78, c_calls=18),
     per="record",
 )
 PREFETCH_OF_HITS = Budget(
