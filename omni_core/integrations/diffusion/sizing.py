@@ -53,7 +53,7 @@ class PoolDemand:
     max_model_len: int
     """Tokens of the longest row that is served, or `AUTO_FIT`."""
     longest_row_tokens: int | None = None
-    """Of the profile request: the stage must be able to serve it. `AUTO_FIT` needs it."""
+    """Of the profile request. A stage of a set `max_model_len` must hold it; `AUTO_FIT` goes no further than it."""
     num_blocks: int | None = None
     """Pages, the null page included, whatever the memory; `None`: as many as fit."""
 
