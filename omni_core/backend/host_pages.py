@@ -34,14 +34,15 @@ def _libc() -> ctypes.CDLL:
     return ctypes.CDLL(None, use_errno=True)
 
 
-def reserve_pages(nbytes: int, *, overcommit: bool) -> torch.Tensor:
-    """Page-aligned address space, uint8 CPU tensor `(nbytes,)`; memory comes with the first touch of each page.
+def reserve_pages(nbytes: int, *, overcommit: bool, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+    """Page-aligned address space, flat CPU tensor; memory comes with the first touch of each page.
 
     Args:
-        nbytes: at least 1.
+        nbytes: at least 1, and whole elements of `dtype`.
         overcommit: whether more may be reserved than the machine has, to be filled page by page; huge pages, of which
             one touched byte takes 2 MiB, are then declined. `False` lets the operating system refuse at once
             what it could never give, instead of killing the process when the pages are touched.
+        dtype: of the tensor.
 
     Raises:
         MemoryError: the operating system refused; names the size.
@@ -55,7 +56,7 @@ def reserve_pages(nbytes: int, *, overcommit: bool) -> torch.Tensor:
         with contextlib.suppress(OSError):  # a kernel without huge pages
             reserved.madvise(mmap.MADV_NOHUGEPAGE)
     with torch.inference_mode(False):  # an inference tensor could not be written by other threads
-        return torch.frombuffer(reserved, dtype=torch.uint8)
+        return torch.frombuffer(reserved, dtype=dtype)
 
 
 def commit_pages(pages: torch.Tensor) -> None:

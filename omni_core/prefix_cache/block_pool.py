@@ -119,15 +119,16 @@ class PrefixBlockPool:
         if prepared is not None and prepared[0] == spec:
             return prepared[1]
         num_blocks, block_size = self._block_map.num_blocks, self._block_map.block_size
+        word, row_bytes = spec.word, spec.row_bytes
         try:
-            pages = reserve_pages(num_blocks * block_size * spec.row_bytes, overcommit=True)
+            words = reserve_pages(num_blocks * block_size * row_bytes, overcommit=True, dtype=word)
         except MemoryError as error:
             raise HostMemoryError(
-                f"key {key!r}: num_blocks={num_blocks} x block_size={block_size} x {spec.row_bytes} bytes of row: "
+                f"key {key!r}: num_blocks={num_blocks} x block_size={block_size} x {row_bytes} bytes of row: "
                 f"{error}; give the engine fewer blocks"
             ) from error
         with torch.inference_mode(False):
-            return pages.view(spec.word).view(num_blocks * block_size, spec.row_words)
+            return words.view(num_blocks * block_size, row_bytes // word.itemsize)
 
     def prepare(self, rows: Mapping[str, tuple[RowSpec, torch.Tensor]]) -> None:
         """Keep rows from `reserve` for the first save of their keys. State lock held, before the first step."""
