@@ -100,11 +100,21 @@ def test_a_full_pool_says_wait_and_takes_nothing():
 
 
 def test_a_request_that_waits_evicts_nothing():
+    """Its first row alone would fit, on published pages of others."""
     pages = warmed(reservations(20))
-    pages.reserve("a", [nobody(8)])
-    assert pages.reserve("b", [nobody(8), nobody(8)]) is None
+    pages.reserve("a", [nobody(12)])
+    assert pages.reserve("b", [nobody(5), nobody(5)]) is None
     assert pages.stats().evicted_pages == 0
     assert found(pages, row()) == HIT
+
+
+def test_pages_it_hits_are_not_counted_as_room_for_its_tail():
+    pages = warmed(reservations(24))
+    warmed(pages, NEGATIVE, request_id="other")
+    pages.reserve("a", [nobody(14)])
+    assert pages.stats().free_pages == 10  # four of them its own prefix
+    assert pages.reserve("b", [row(), row()]) is None
+    assert pages.stats().evicted_pages == 0
 
 
 def test_what_never_fits_is_refused_rather_than_told_to_wait():
@@ -112,6 +122,13 @@ def test_what_never_fits_is_refused_rather_than_told_to_wait():
     with pytest.raises(RequestRefusedError, match="'b': it needs 16 pages of 16 tokens, and the whole pool has 15"):
         pages.reserve("b", [row(), row()])
     assert all_free(pages)
+
+
+def test_pages_it_hits_count_where_the_whole_pool_is_too_small():
+    pages = warmed(reservations(15))
+    warmed(pages, NEGATIVE, request_id="other")
+    with pytest.raises(RequestRefusedError, match="it needs 16 pages"):
+        pages.reserve("b", [row(), NEGATIVE])
 
 
 def test_a_request_is_not_too_large_for_a_pool_that_holds_its_prefix_already():
