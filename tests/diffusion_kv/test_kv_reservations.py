@@ -108,6 +108,31 @@ def test_a_request_that_waits_evicts_nothing():
     assert found(pages, row()) == HIT
 
 
+def test_a_request_that_waits_is_hashed_once(monkeypatch):
+    from omni_core.integrations.diffusion import kv_manager
+
+    hashed = []
+    hash_prefix_blocks = kv_manager.hash_prefix_blocks
+    monkeypatch.setattr(
+        kv_manager, "hash_prefix_blocks", lambda one, *rest: hashed.append(one) or hash_prefix_blocks(one, *rest)
+    )
+    pages = reservations(20)
+    full = pages.reserve("full", [nobody(20)])
+    assert [pages.reserve("a", [row()]) for _ in range(3)] == [None] * 3
+    pages.free("full", full.generation)
+    assert pages.reserve("a", [row()]) is not None
+    assert len(hashed) == 1
+
+
+def test_a_request_that_waits_may_be_identified_anew():
+    """The weights changed while it waited."""
+    pages = warmed(reservations(20))
+    full = pages.reserve("full", [nobody(16)])
+    assert pages.reserve("a", [row()]) is None
+    pages.free("full", full.generation)
+    assert hit_of(pages.reserve("a", [row(replace(IDENTITY, namespace=b"new weights"))])) == 0
+
+
 def test_pages_it_hits_are_not_counted_as_room_for_its_tail():
     pages = warmed(reservations(24))
     warmed(pages, NEGATIVE, request_id="other")

@@ -84,6 +84,32 @@ def test_vllms_manager_reads_nothing_of_a_row_that_a_row_does_not_have(native):
     assert tuple(event.token_ids) == IDENTITY.token_ids[:64]
 
 
+@pytest.mark.parametrize(("forgets", "taken"), [(True, 4), (False, 8)])
+def test_a_row_that_comes_again_must_forget_how_far_it_was(native, forgets, taken):
+    """vLLM adds its hit to the computed tokens it still claims, and allocates behind both."""
+    manager = manager_with_events(pool_of(40))
+
+    def allocate(one):
+        blocks, hit_tokens, _ = manager.get_computed_blocks(one)
+        new = one.num_tokens - hit_tokens
+        free_pages = manager.block_pool.get_num_free_blocks()
+        allocated = manager.allocate_slots(one, new, hit_tokens, blocks, delay_cache_blocks=True)
+        assert allocated is not None
+        one.num_computed_tokens = hit_tokens
+        return free_pages - manager.block_pool.get_num_free_blocks() - hit_tokens // BLOCK
+
+    again = hashed(native)
+    assert allocate(again) == 8
+    manager.cache_blocks(again, 64)
+    manager.free(again)
+    again.forget_progress()
+    assert allocate(again) == 4
+    manager.free(again)
+    if forgets:
+        again.forget_progress()
+    assert allocate(again) == taken
+
+
 def test_a_row_says_of_itself_what_its_geometry_says(native):
     made = native.row_request.RowRequest("a", 1, row())
     assert made.request_id == "a/row1"

@@ -142,7 +142,7 @@ class VllmKVReservations:
         self._release(live.rows)
 
     def reset(self) -> bool:
-        return not self._live and bool(self._manager.reset_prefix_cache())
+        return bool(self._manager.reset_prefix_cache())  # it refuses while any page is held
 
     def stats(self) -> KVReservationStats:
         native = self._manager.prefix_cache_stats
