@@ -79,10 +79,12 @@ def test_an_abort_that_comes_late_is_let_pass(pages):
 
 
 def test_a_late_acknowledgement_is_not_taken_for_a_later_request_of_the_same_id(pages):
-    scheduler = queued(pages, prepared("a"))
+    request = prepared("a")
+    scheduler = queued(pages, request)
     wave = scheduler.schedule()
     scheduler.abort("a")
-    add(scheduler, prepared("a"))
+    add(scheduler, request)
+    scheduler.acknowledge_first_step(wave)
     scheduler.schedule()
     scheduler.acknowledge_first_step(wave)
     assert ("publish", "a") not in pages.calls

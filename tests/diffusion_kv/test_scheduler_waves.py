@@ -99,20 +99,40 @@ def test_lost_pages_are_an_error_rather_than_a_wait_for_ever():
         scheduler.schedule()
 
 
-def test_a_reservation_that_breaks_leaves_the_queue_as_it_was():
-    class Breaking(PagesOnPaper):
-        def reserve(self, request_id, rows, **at):
-            if request_id == "b":
-                raise KeyError("broken")
-            return super().reserve(request_id, rows, **at)
+class BreakingPages(PagesOnPaper):
+    """Breaks at the request of `breaks_at`."""
 
-    pages = Breaking()
+    breaks_at = "c"
+
+    def reserve(self, request_id, rows, **at):
+        if request_id == self.breaks_at:
+            raise KeyError("broken")
+        return super().reserve(request_id, rows, **at)
+
+
+def test_a_reservation_that_breaks_leaves_the_queue_as_it_was():
+    pages = BreakingPages()
     scheduler = queued(pages, *map(prepared, "abc"))
     with pytest.raises(KeyError, match="broken"):
         scheduler.schedule()
     assert pages.live == {}
     assert (scheduler.num_waiting, scheduler.num_running) == (3, 0)
     assert scheduler.status("a") is RequestStatus.WAITING
+    pages.breaks_at = None
+    assert wave_ids(scheduler) == ("a", "b", "c")
+
+
+def test_it_leaves_a_preempted_request_its_pages():
+    pages = BreakingPages()
+    scheduler = queued(pages, prepared("a"))
+    snapshot = scheduler.schedule().requests[0].snapshot
+    scheduler.preempt("a", completed_steps=0)
+    add(scheduler, prepared("b"), prepared("c"))
+    with pytest.raises(KeyError, match="broken"):
+        scheduler.schedule()
+    assert list(pages.live) == ["a"]
+    pages.breaks_at = None
+    assert scheduler.schedule().requests[0].snapshot is snapshot
 
 
 def test_a_preempted_request_goes_on_with_the_pages_it_has():

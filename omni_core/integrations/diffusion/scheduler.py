@@ -193,13 +193,13 @@ class DiffusionScheduler:
         return failed
 
     def acknowledge_first_step(self, wave: Wave) -> None:
-        """Every rank has computed step 0 of `wave`: publish the prefixes of those still running.
+        """Every rank has computed step 0 of `wave`: publish the prefixes of those that have not ended.
 
         Calling it is optional; `finish` publishes what was not. Idempotent.
         """
         for scheduled in wave.requests:
             entry = self._entries.get(scheduled.request_id)
-            if entry is not None and entry.prepared is scheduled.prepared and entry.status is RequestStatus.RUNNING:
+            if entry is not None and entry.snapshot is scheduled.snapshot:
                 self._publish(entry)
 
     def preempt(self, request_id: str, completed_steps: int) -> None:
