@@ -109,7 +109,7 @@ class ImageFeature:
     """
 
     identifier: str
-    """Digest of everything the span's keys and values depend on but its position; never empty."""
+    """Digest of everything the span's keys and values depend on, its position included; never empty."""
     start: int
     end: int
 

@@ -9,7 +9,6 @@ import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from enum import StrEnum
-from functools import cache
 from typing import Any
 
 from omni_core.diffusion_kv.errors import DiffusionKVConfigError, DiffusionKVConfigTypeError
@@ -42,7 +41,6 @@ def checked_names(given: Mapping[str, Any], known: Iterable[str], *, of: str) ->
     return dict(given)
 
 
-@cache
 def _kinds(settings: type[DiffusionKVSettings]) -> Mapping[str, tuple[Any, ...]]:
     """The types each setting may have."""
     hints = typing.get_type_hints(settings)

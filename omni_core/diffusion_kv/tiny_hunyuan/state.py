@@ -21,7 +21,7 @@ class ProcessedReference:
     """float32 `[3, height, width]`."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class TinyHunyuanRequest:
     """A request after preprocessing. Plain data: it may cross to another process."""
 
