@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 
 from omni_core.backend.base import DeviceBackend, SnapshotRing
-from omni_core.backend.memory import tensor_nbytes
+from omni_core.backend.memory import aligned_nbytes, tensor_nbytes
 from omni_core.diffusion_kv.errors import DiffusionKVConfigError
 
 
@@ -61,7 +61,7 @@ class BackendMemory:
         return self._device
 
     def allocate(self, count: int, shape: Sequence[int], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-        ring = self._backend.snapshot_ring(count, tensor_nbytes(shape, dtype), self._device)
+        ring = self._backend.snapshot_ring(count, aligned_nbytes(tensor_nbytes(shape, dtype)), self._device)
         self._rings.append(ring)
         return tuple(ring.slot(index).take(shape, dtype) for index in range(count))
 
