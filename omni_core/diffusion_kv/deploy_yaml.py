@@ -24,26 +24,11 @@ def read_mapping(path: Path) -> Mapping[str, Any]:
     except ImportError as error:
         raise DiffusionKVConfigError(NO_YAML) from error
 
-    class UniqueKeyLoader(yaml.SafeLoader):  # type: ignore[misc]
-        """PyYAML keeps the last of two equal keys and says nothing."""
-
-        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-            seen: dict[object, int] = {}
-            for key_node, _ in node.value:
-                if key_node.tag == "tag:yaml.org,2002:merge":
-                    continue
-                key = self.construct_object(key_node, deep=True)
-                line = key_node.start_mark.line + 1
-                if isinstance(key, (list, dict)):
-                    raise DiffusionKVConfigError(f"line {line}: a key is a {type(key).__name__}; text is wanted")
-                if key in seen:
-                    raise DiffusionKVConfigError(f"{key!r} stands at line {seen[key]} and at line {line}; keep one")
-                seen[key] = line
-            mapping: dict[Any, Any] = super().construct_mapping(node, deep=deep)
-            return mapping
-
     try:
-        loaded = yaml.load(path.read_text(encoding="utf-8"), Loader=UniqueKeyLoader)
+        text = path.read_text(encoding="utf-8")
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        _check_keys(root, set())
+        loaded = yaml.safe_load(text)
     except (OSError, UnicodeDecodeError) as error:
         raise DiffusionKVConfigError(f"cannot be read: {error}") from error
     except yaml.YAMLError as error:
@@ -51,3 +36,30 @@ def read_mapping(path: Path) -> Mapping[str, Any]:
     if not isinstance(loaded, Mapping):
         raise DiffusionKVConfigError(f"holds a {type(loaded).__name__}; a mapping is wanted")
     return loaded
+
+
+def _check_keys(node: Any, checked: set[int]) -> None:
+    """Refuse a key that stands twice in a mapping: PyYAML keeps the last and says nothing.
+
+    Args:
+        node: of PyYAML: a scalar, or a collection whose `value` lists its members, in pairs for a mapping.
+        checked: ids of the nodes seen; an anchor stands for one node in several places.
+    """
+    if node is None or node.id == "scalar" or id(node) in checked:
+        return
+    checked.add(id(node))
+    if node.id == "sequence":
+        for member in node.value:
+            _check_keys(member, checked)
+        return
+    lines: dict[str, int] = {}
+    for key, value in node.value:
+        line = key.start_mark.line + 1
+        if key.id != "scalar":
+            raise DiffusionKVConfigError(f"line {line}: a key is a {key.id}; text is wanted")
+        if key.value in lines:
+            raise DiffusionKVConfigError(
+                f"{key.value!r} stands at line {lines[key.value]} and at line {line}; keep one"
+            )
+        lines[key.value] = line
+        _check_keys(value, checked)
