@@ -12,6 +12,7 @@ before it has just published. A page is given back after the worker has dropped 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from types import TracebackType
 from typing import Self
@@ -52,6 +53,7 @@ class DiffusionEngine:
         max_running_requests: int = 1,
         ranks: Ranks = _ALONE,
         runtime: Runtime | None = None,
+        resources: ExitStack | None = None,
     ) -> None:
         """Serve requests with parts that are already open; `assembly.open_engine` opens them from a configuration.
 
@@ -66,6 +68,7 @@ class DiffusionEngine:
             ranks: this process's place; every rank runs an engine of its own and is given the same calls in the same
                 order.
             runtime: makes the locks; `None`: that of production.
+            resources: closed after the worker.
 
         Raises:
             ValueError: an identifier without reservations.
@@ -81,6 +84,7 @@ class DiffusionEngine:
         )
         self._execution = WaveExecution(pipeline, worker, ranks)
         self._loop = WaveLoop(self._intake, self._scheduler, self._execution)
+        self._resources = ExitStack() if resources is None else resources
         self._stopped_by: Callable[[], Exception] | None = None
 
     @property
@@ -236,6 +240,7 @@ class DiffusionEngine:
             arrivals = self._intake.close(_closed)
             self._execution.close()
             self._loop.abandon(arrivals, Outcome.ABORTED, None, free_pages=True)
+            self._resources.close()
         return self._loop.take_ended()
 
     def __enter__(self) -> Self:
@@ -257,6 +262,7 @@ class DiffusionEngine:
         arrivals = self._intake.close(self._stopped_by)
         try:
             self._execution.close()
+            self._resources.close()
         except Exception as second:
             error.add_note(f"the worker could not be stopped either: {type(second).__name__}: {second}")
             worker_stopped = False
