@@ -117,6 +117,7 @@ def _open_paged(
             identifier=identifier,
             max_wave_requests=stage.kv.wave_requests,
             max_running_requests=stage.kv.max_num_seqs,
+            block_size=stage.kv.block_size if stage.kv.enable_prefix_caching else None,
             ranks=ranks,
             runtime=runtime,
             resources=opened.pop_all(),

@@ -51,6 +51,7 @@ class DiffusionEngine:
         identifier: RowIdentifier | None = None,
         max_wave_requests: int = 1,
         max_running_requests: int = 1,
+        block_size: int | None = None,
         ranks: Ranks = _ALONE,
         runtime: Runtime | None = None,
         resources: ExitStack | None = None,
@@ -65,6 +66,8 @@ class DiffusionEngine:
             identifier: what requests share pages by; `None`: nothing is hashed, and nothing is ever hit.
             max_wave_requests: requests that share a forward at most.
             max_running_requests: requests that run at once at most.
+            block_size: tokens per page: of equal requests that wait, one computes the prefix and the others hit it.
+                `None`: those that share a forward compute it side by side.
             ranks: this process's place; every rank runs an engine of its own and is given the same calls in the same
                 order.
             runtime: makes the locks; `None`: that of production.
@@ -80,7 +83,11 @@ class DiffusionEngine:
         self._intake = RequestIntake(pipeline, envelope, identifier, paged=reservations is not None, runtime=runtime)
         self._reservations = reservations
         self._scheduler = DiffusionScheduler(
-            reservations, envelope, max_wave_requests=max_wave_requests, max_running_requests=max_running_requests
+            reservations,
+            envelope,
+            max_wave_requests=max_wave_requests,
+            max_running_requests=max_running_requests,
+            block_size=block_size,
         )
         self._execution = WaveExecution(pipeline, worker, ranks)
         self._loop = WaveLoop(self._intake, self._scheduler, self._execution)

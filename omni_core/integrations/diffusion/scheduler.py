@@ -23,6 +23,7 @@ from omni_core.diffusion_kv.reservations import KVReservations, RowDemand
 from omni_core.integrations.diffusion.admission import AdmissionEnvelope
 from omni_core.integrations.diffusion.live_request import Candidate, LiveRequest
 from omni_core.integrations.diffusion.request_states import RequestStatus
+from omni_core.integrations.diffusion.twins import hit_after
 from omni_core.integrations.diffusion.waves import FailedRequest, KVRemoval, ScheduledRequest, Wave
 
 
@@ -36,6 +37,7 @@ class DiffusionScheduler:
         *,
         max_wave_requests: int,
         max_running_requests: int,
+        block_size: int | None = None,
     ) -> None:
         """Schedule onto `reservations`, or densely with `None`.
 
@@ -44,11 +46,14 @@ class DiffusionScheduler:
             envelope: the largest request the stage was profiled for.
             max_wave_requests: requests that share a forward at most.
             max_running_requests: requests that run at once at most, over all waves (`max_num_seqs`).
+            block_size: tokens per page: a request that will hit more once a wave is published does not join that wave.
+                `None`: it computes what others compute beside it.
         """
         self._reservations = reservations
         self._envelope = envelope
         self._max_wave_requests = max_wave_requests
         self._max_running_requests = max_running_requests
+        self._block_size = block_size
         self._entries: dict[str, LiveRequest] = {}
         self._queue: deque[LiveRequest] = deque()
         self._num_running = 0
@@ -130,7 +135,7 @@ class DiffusionScheduler:
         try:
             while self._queue and len(members) < room:
                 entry = self._queue[0]
-                candidate = self._candidate(entry, members[0] if members else None)
+                candidate = self._candidate(entry, members)
                 if candidate is None:
                     break
                 if isinstance(candidate, RequestRefusedError):
@@ -145,14 +150,17 @@ class DiffusionScheduler:
             raise
         return self._start(members) if members else None
 
-    def _candidate(self, entry: LiveRequest, first: Candidate | None) -> Candidate | RequestRefusedError | None:
-        """Pages for `entry` in the wave of `first`, or in one of its own; `None`: not in this wave, or not now."""
+    def _candidate(self, entry: LiveRequest, members: Sequence[Candidate]) -> Candidate | RequestRefusedError | None:
+        """Pages for `entry` in the wave of `members`, or in one of its own; `None`: not in this wave, or not now."""
+        first = members[0] if members else None
         if first is not None and entry.forward_key != first.entry.forward_key:
             return None
         if self._reservations is None or entry.snapshot is not None:
             kept = Candidate(entry, entry.snapshot)
             return kept if first is None or kept.hit_tokens == first.hit_tokens else None
         hit_tokens = None if first is None else first.hit_tokens
+        if self._hits_more_after(entry, members):
+            return None
         try:
             snapshot = self._reservations.reserve(entry.request_id, entry.kv_rows, only_at_hit_tokens=hit_tokens)
         except RequestRefusedError as error:
@@ -164,6 +172,14 @@ class DiffusionScheduler:
                 f"request {entry.request_id!r} waits for pages, and no request holds any: {self._reservations.stats()}"
             )
         return None
+
+    def _hits_more_after(self, entry: LiveRequest, members: Sequence[Candidate]) -> bool:
+        """Whether `entry` would hit more pages once the wave of `members` is published than the wave hits now."""
+        if self._block_size is None:
+            return False
+        return any(
+            hit_after(member.entry.kv_rows, entry.kv_rows, self._block_size) > member.hit_tokens for member in members
+        )
 
     def _give_back(self, members: Sequence[Candidate]) -> None:
         """Undo a wave that did not come about; its requests stand in the queue as before."""
