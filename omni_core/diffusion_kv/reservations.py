@@ -36,6 +36,17 @@ class KVReservationStats:
     """Pages a request may use; vLLM's null page is not one."""
 
 
+@dataclass(frozen=True, slots=True)
+class PageState:
+    """One page at one moment, for tests and diagnosis."""
+
+    page_id: int
+    num_rows: int
+    """Rows that hold it; 0: free."""
+    published: bool
+    """Whether a later request can hit it."""
+
+
 class KVReservations(Protocol):
     """Pages of all rows of a request, or none. The engine's one thread calls; nothing blocks."""
 

@@ -39,7 +39,7 @@ def fitted(pixels: Pixels, grid: Grid) -> torch.Tensor:
     kept_height = min(height, max(1, width * grid.height // grid.width))
     kept_width = min(width, max(1, height * grid.width // grid.height))
     top, left = (height - kept_height) // 2, (width - kept_width) // 2
-    middle = np.ascontiguousarray(pixels[top : top + kept_height, left : left + kept_width])
+    middle = pixels[top : top + kept_height, left : left + kept_width].copy()  # a picture may be read-only
     planes = torch.from_numpy(middle).permute(2, 0, 1).to(torch.float32)
     resized = functional.interpolate(
         planes[None],

@@ -16,7 +16,7 @@ from typing import Any
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 
 from omni_core.diffusion_kv.errors import DiffusionKVError, RequestRefusedError
-from omni_core.diffusion_kv.reservations import KVReservationStats, RowDemand
+from omni_core.diffusion_kv.reservations import KVReservationStats, PageState, RowDemand
 from omni_core.diffusion_kv.snapshot import KVSnapshot, RowSnapshot
 from omni_core.integrations.diffusion.block_hashing import hash_prefix_blocks
 from omni_core.integrations.diffusion.eviction_counter import EvictionCounter
@@ -154,6 +154,14 @@ class VllmKVReservations:
             evicted_pages=self._evictions.evicted_pages,
             free_pages=self._manager.block_pool.get_num_free_blocks(),
             total_pages=self._usable_pages,
+        )
+
+    def page_states(self) -> tuple[PageState, ...]:
+        """Every page a request may use, as it is now. For tests and diagnosis: it looks at each page of the pool."""
+        return tuple(
+            PageState(page.block_id, page.ref_cnt, page.block_hash is not None)
+            for page in self._manager.block_pool.blocks
+            if not page.is_null
         )
 
     def _hashed_rows(self, request_id: str, demands: tuple[RowDemand, ...]) -> tuple[RowRequest, ...]:
