@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two values have one digest exactly if they are the same value of the same type; what has no canonical form is refused."""
+"""Two values have one digest exactly if they are one value of one type; what has no canonical form is refused."""
 
 import struct
 from collections import OrderedDict

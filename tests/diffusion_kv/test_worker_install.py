@@ -93,7 +93,9 @@ class TestTheTableOfGenerations:
     def test_a_newer_generation_of_other_content_needs_a_removal_first(self, worker):
         worker.install(snapshot("a", *PAGES))
         before = held(worker)
-        with pytest.raises(KVWorkerError, match="'a': generation 2 has other pages .* generation 1, which was not rem"):
+        with pytest.raises(
+            KVWorkerError, match=r"'a': generation 2 has other pages .* generation 1, which was not rem"
+        ):
             worker.install(snapshot("a", *OTHER_PAGES, generation=2))
         assert held(worker) == before
         worker.remove("a", 1)
@@ -212,7 +214,7 @@ class TestRefusals:
         worker.install(snapshot("a", *PAGES))
         worker.install(snapshot("b", pages_from(17)))
         before = held(worker)
-        with pytest.raises(KVWorkerError, match="'c' needs 2 block-table rows and 1 of 4 are free.*: 'a', 'b'"):
+        with pytest.raises(KVWorkerError, match=r"'c' needs 2 block-table rows and 1 of 4 are free.*: 'a', 'b'"):
             worker.install(snapshot("c", pages_from(25), pages_from(9)))
         assert held(worker) == before
 
@@ -239,7 +241,7 @@ class TestRefusals:
     def test_a_device_that_the_backend_does_not_own(self):
         with (
             opened_backend() as backend,
-            pytest.raises(DiffusionKVConfigError, match="backend 'cpu_sim' owns 'cpu' tensors .* on 'meta'"),
+            pytest.raises(DiffusionKVConfigError, match=r"backend 'cpu_sim' owns 'cpu' tensors .* on 'meta'"),
         ):
             BackendMemory(backend, torch.device("meta"))
 
