@@ -40,6 +40,7 @@ COMMANDS = (
     Command("bench", "omni_core.cli.bench", "measure what the cache costs, beside a copy and beside the peer"),
     Command("fuzz", "omni_core.cli.fuzz", "run random workloads, schedules and faults, and check every delivered row"),
     Command("plan", "omni_core.cli.plan", "what a stage will cost in memory, whether it fits, and what to change"),
+    Command("diffuse", "omni_core.cli.diffuse", "run a diffusion stage on prompts and pictures, and say what was hit"),
     Command("config", "omni_core.cli.config", "show every setting with its value and its origin, or check them"),
     Command("doctor", "omni_core.cli.doctor", "try every backend on this machine and say what to do next"),
     Command("backends", "omni_core.cli.backends", "list the installed backends and whether this machine can run them"),

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Arrows point one way: every import in the shipped source is one its layer may make.
 
-    cli, integrations, sinks, testing, telemetry -> prefix_cache, diffusion_kv -> backend interface, runtime, plugins <- backends/*
+    cli, integrations, sinks, testing, telemetry -> prefix_cache, diffusion_kv
+        -> backend interface, runtime, plugins <- backends/*
 
 The checker reads the source; it imports nothing. It sees imports inside functions and under TYPE_CHECKING too.
 """
@@ -261,7 +262,7 @@ IMPORT_EVERYTHING = textwrap.dedent("""
     import importlib, pkgutil, sys
 
     ABSENT = ("vllm", "vllm_ascend", "vllm_omni", "torch_npu", "gguf", "transformers", "accelerate", "rich")
-    NATIVE = ("block_hashing", "kv_manager", "row_request", "sizing")
+    NATIVE = ("block_hashing", "kernel_attention", "kv_manager", "paging", "row_request", "sizing")
     NEED_VLLM = ("omni_core.integrations.vllm", "omni_core.cli.demo", *(
         f"omni_core.integrations.diffusion.{name}" for name in NATIVE))
 

@@ -13,7 +13,7 @@ from omni_core.cli.bench.plots import can_plot
 from omni_core.cli.main import main
 
 NAMES = [benchmark.name for benchmark in BENCHMARKS]
-FAST = [name for name in NAMES if name not in ("instructions", "vllm")]
+FAST = [name for name in NAMES if name not in ("diffusion", "instructions", "vllm")]
 FACTS = {
     "cpu_model",
     "cores",

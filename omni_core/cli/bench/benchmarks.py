@@ -9,7 +9,17 @@ from typing import Any
 
 import torch
 
-from omni_core.cli.bench import contention, deferred, engine_step, first_save, hit_read, instructions, scale, serving
+from omni_core.cli.bench import (
+    contention,
+    deferred,
+    diffusion,
+    engine_step,
+    first_save,
+    hit_read,
+    instructions,
+    scale,
+    serving,
+)
 from omni_core.cli.bench.machine import machine_facts
 from omni_core.cli.bench.plan import Plan
 from omni_core.cli.bench.plots import Chart
@@ -46,6 +56,13 @@ BENCHMARKS = (
     Benchmark("first-save", "the first save of a new key", first_save.measure, first_save.TARGETS),
     Benchmark("scale", "a step against sizes it should not depend on", scale.measure, scale.TARGETS, scale.CHARTS),
     Benchmark("contention", "a step beside builder threads", contention.measure, contention.TARGETS, contention.CHARTS),
+    Benchmark(
+        "diffusion",
+        "a diffusion stage dense, paged, and paged with prefix caching",
+        diffusion.measure,
+        diffusion.TARGETS,
+        diffusion.CHARTS,
+    ),
     Benchmark("instructions", "machine instructions of a step", instructions.measure, instructions.TARGETS),
     Benchmark("vllm", "a real engine with Omni Core and without", serving.measure, serving.TARGETS, serving.CHARTS),
 )

@@ -56,6 +56,9 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="how long vllm goes on at most until its ratios are known within 2 %% (%(default)g)",
     )
     parser.add_argument("--model", type=Path, metavar="PATH", help="a model directory for vllm, in place of the demo's")
+    parser.add_argument(
+        "--config", type=Path, metavar="FILE", help="sizes, modes, workloads and steps of diffusion, as JSON"
+    )
     parser.add_argument("--out", type=Path, metavar="DIR", help="also write JSON, a Markdown page and plots there")
     add_format_argument(parser)
     parser.set_defaults(run=run)
@@ -87,7 +90,7 @@ def _measure(args: argparse.Namespace) -> list[dict[str, Any] | None]:
     if args.name == ALL:
         return [_in_child(name, args) for name in BY_NAME if name not in args.skip]
     peer = None if peer_folder is None else PeerPackage(peer_folder)
-    plan = Plan(args.quick, peer, args.limit_minutes * SECONDS_PER_MINUTE, args.model)
+    plan = Plan(args.quick, peer, args.limit_minutes * SECONDS_PER_MINUTE, args.model, args.config)
     return [run_benchmark(BY_NAME[args.name], plan)]
 
 
@@ -96,6 +99,7 @@ def _in_child(name: str, args: argparse.Namespace) -> dict[str, Any] | None:
     options = [option for option, given in (("--peer", args.peer), ("--quick", args.quick)) if given]
     options += ["--limit-minutes", str(args.limit_minutes)]
     options += [] if args.model is None else ["--model", str(args.model)]
+    options += [] if args.config is None else ["--config", str(args.config)]
     done = subprocess.run(
         [sys.executable, "-P", "-m", "omni_core.cli.main", "bench", name, "--format", JSON, *options],
         stdin=subprocess.DEVNULL,
