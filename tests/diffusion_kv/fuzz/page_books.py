@@ -61,6 +61,8 @@ class WatchedReservations:
     worker: object
     model: object
     span_safe: bool
+    worker_first: bool = True
+    """Whether the worker must have dropped a request before its pages are given back."""
     holders: dict = field(default_factory=dict)
     claims: dict = field(default_factory=dict)
     """Page id -> `Claim`, of every published page."""
@@ -126,7 +128,8 @@ class WatchedReservations:
             self.inner.free(request_id, generation)
             assert self.states() == before, "pages were given back that are another reservation's, or nobody's"
             return
-        assert self.worker.closed or self.worker.generation(request_id) != generation, "free, and still the worker's"
+        if self.worker_first and not self.worker.closed:
+            assert self.worker.generation(request_id) != generation, "free, and still the worker's"
         self.inner.free(request_id, generation)
         del self.holders[request_id]
         self.ended.append((request_id, generation))
@@ -182,8 +185,8 @@ class WatchedReservations:
 
     def check_tables(self, also_held=()):
         """The worker's tables hold the live reservations, and those of `also_held` whose removal is under way."""
-        held = [holder.snapshot for holder in self.holders.values()]
-        held = [snapshot for snapshot in held if self.worker.generation(snapshot.request_id) is not None]
+        live = [holder.snapshot for holder in self.holders.values()]
+        held = [one for one in live if self.worker.generation(one.request_id) == one.generation]
         held += also_held
         assert {snapshot.request_id for snapshot in held} == set(self.worker.request_ids)
         host = self.worker.tables.host
