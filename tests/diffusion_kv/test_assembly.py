@@ -29,9 +29,7 @@ DENSE_WITHOUT_VLLM = textwrap.dedent("""
                 raise ModuleNotFoundError(f"{name} is absent in this test", name=name)
 
     sys.meta_path.insert(0, Absent())
-    from omni_core.backend.base import DeviceInfo
-from omni_core.diffusion_kv.config import DiffusionKVConfig
-from omni_core.diffusion_kv.deploy import parse_deploy
+    from omni_core.diffusion_kv.deploy import parse_deploy
     from omni_core.diffusion_kv.pipeline import DiffusionRequest
     from omni_core.integrations.diffusion.assembly import open_engine
 
