@@ -98,7 +98,7 @@ demo:
 	@$(SETUP) core engine
 	@$(BIN)/python -m omni_core.cli.main demo $(DEMO_ARGS)
 
-# Every benchmark in a process of its own: about 70 minutes, of which `vllm` takes up to 40.
+# Every benchmark in a process of its own: about 80 minutes, of which `vllm` takes up to 40.
 bench: export OMNI_CORE_HOME ?= $(CURDIR)/models
 bench:
 	@$(SETUP) core engine bench

@@ -100,7 +100,7 @@ GATE_RULES: tuple[GateRule, ...] = (
     GateRule(
         "diffusion",
         GateStatus.IGNORED,
-        "a diffusion stage: its KV pages are the matter of `omni_core.diffusion_kv`, which is not built yet",
+        "a diffusion stage: it returns no rows; its KV pages are the matter of `omni_core.diffusion_kv`",
         lambda f: f.kind is StageKind.DIFFUSION,
         lambda f: (
             "a diffusion stage computes every row anew in each denoising step; reuse of its KV pages is the matter of "
