@@ -9,7 +9,7 @@ from PIL import Image, ImageDraw
 SKY, SEA, SAND, RED, WHITE, WOOD, DARK = "#8fc7e8", "#2b6c99", "#e3cf9b", "#c8402f", "#f7f4ea", "#7a4a21", "#27313b"
 
 
-def lighthouse():
+def lighthouse() -> Image.Image:
     """A striped tower on a beach."""
     picture = Image.new("RGB", (192, 144), SKY)
     draw = ImageDraw.Draw(picture)
@@ -26,7 +26,7 @@ def lighthouse():
     return picture
 
 
-def boat():
+def boat() -> Image.Image:
     """A sailing boat on the sea."""
     picture = Image.new("RGB", (144, 192), SKY)
     draw = ImageDraw.Draw(picture)
