@@ -20,7 +20,7 @@ from omni_core.diffusion_kv.parallel import Ranks
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("default"), pytest.mark.timeout(300)]
 
 TESTS = Path(__file__).parents[2]
-GATES = {"bfloat16": 2e-2}
+GATES = {"bfloat16": 5e-2}  # two ways to attend, in bfloat16
 BITWISE = ("paged", "gathered")
 TWO_RANKS = [name for name, combination in COMBINATIONS.items() if combination.num_ranks == 2]
 
