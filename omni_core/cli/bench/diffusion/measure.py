@@ -130,8 +130,8 @@ def _notes(config: DiffusionBenchConfig) -> tuple[str, ...]:
         f"{Workload.SHARED.value}: all requests are equal. {Workload.DISTINCT.value}: the same pictures, another "
         f"prompt each. {config.warmups} requests before them are in no figure; from {config.long_steps} steps on those "
         f"have {LONG_WARMUP_STEPS} steps, and {config.long_requests} requests follow in place of {config.requests}",
-        "modes take turns request by request; over_paged: median over that of paged without prefix caching, of "
-        "the same rounds. Tokens and pages are of one request, all its rows",
+        "modes take turns request by request; over_paged: over paged without prefix caching in the same round, the "
+        "median of the rounds. Tokens and pages are of one request, all its rows",
         "hash: identifying a request, its pictures above all; schedule_publish: block hashes, lookup, reservation, "
         "installing and publishing; encoder: a hit does not save it, because it draws from the request's generator",
     )

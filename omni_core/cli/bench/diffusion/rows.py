@@ -100,7 +100,7 @@ class RunResults:
         base = BenchMode.PAGED.value + what
         if not self._samples.count(base):
             return {}
-        return with_interval(figure, self._samples.ratio(name + what, base))
+        return with_interval(figure, self._samples.paired_ratio(name + what, base))
 
 
 def _only(values: Sequence[int]) -> int | float:
