@@ -14,7 +14,7 @@ from omni_core.integrations.diffusion.engine import DiffusionEngine
 from omni_core.integrations.diffusion.errors import EngineBusyError
 from omni_core.integrations.diffusion.results import Outcome
 
-request_ids = st.sampled_from("abcdefg")
+request_ids = st.sampled_from("abcdef")
 
 
 @dataclass
@@ -72,6 +72,7 @@ class EngineMachine(RuleBasedStateMachine):
         )
         self.live = {}
         """Request id -> the request as it was laid out."""
+        self.asked = []
         self.just_arrived = set()
         """Those that came since the last step."""
         self.num_loads = 0
@@ -104,6 +105,12 @@ class EngineMachine(RuleBasedStateMachine):
     def serve_alike(self, ask, names, times):
         self.serve([(name, ask) for name in names], times)
 
+    @precondition(lambda self: self.stage is not None and self.asked)
+    @rule(data=st.data(), names=st.lists(request_ids, min_size=1, max_size=2), times=st.integers(0, 3))
+    def serve_again(self, data, names, times):
+        """Asks that came before, while their pages are everywhere between fresh and evicted."""
+        self.serve([(name, data.draw(st.sampled_from(self.asked))) for name in names], times)
+
     @rule(times=st.integers(1, 3))
     def step(self, times):
         for _ in range(times):
@@ -127,6 +134,7 @@ class EngineMachine(RuleBasedStateMachine):
                 self.engine.add_request(request)
             return
         self.engine.add_request(request)
+        self.asked.append(ask)
         self.live[request_id] = self.model.prepared[request_id]
         self.worker.waiting.append(request_id)
         self.just_arrived.add(request_id)

@@ -120,6 +120,7 @@ class WatchedReservations:
             installed = self.worker.row(RowKey(request_id, row.row_index))
             assert installed is not None
             assert installed.first_step_done, "published before its keys and values were computed"
+            assert self.model.first_queries[request_id] == row.cached_prefix_tokens, "its first step began elsewhere"
         self._claim(holder)
 
     def free(self, request_id, generation):

@@ -16,7 +16,7 @@ from omni_core.integrations.diffusion.request_states import RequestStatus
 from omni_core.integrations.diffusion.scheduler import DiffusionScheduler
 from omni_core.runtime import ThreadingRuntime
 
-request_ids = st.sampled_from("abcdefg")
+request_ids = st.sampled_from("abcde")
 one_of_them = st.integers(0, 7)
 
 
@@ -58,6 +58,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.loras.load("ink", str(next(iter(type(self).adapters.values()))))
         self.live = {}
         """Request id -> the request as it was laid out, in order of arrival."""
+        self.asked = []
         self.states = {}
         """Request id -> the model's, once it was started."""
         self.running = []
@@ -97,6 +98,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             identities = self.stage.identifier.identify(prepared, self.pages.epoch)
             rows = zip(prepared.rows, identities, strict=True)
             self.scheduler.add(prepared, [RowDemand(row.layout.geometry, identity) for row, identity in rows])
+            self.asked.append(ask)
             self.live[request_id] = prepared
         if start:
             self.start_wave()
@@ -104,6 +106,12 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(ask=asks, names=st.lists(request_ids, min_size=2, max_size=4, unique=True))
     def arrive_alike(self, ask, names):
         self.arrive([(name, ask) for name in names], start=True)
+
+    @precondition(lambda self: self.stage is not None and self.asked)
+    @rule(data=st.data(), names=st.lists(request_ids, min_size=1, max_size=2), start=st.booleans())
+    def arrive_again(self, data, names, start):
+        """Asks that came before, while their pages are everywhere between fresh and evicted."""
+        self.arrive([(name, data.draw(st.sampled_from(self.asked))) for name in names], start)
 
     @rule()
     def start_wave(self):
@@ -143,7 +151,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.stage is not None and self.to_acknowledge)
     @rule(which=one_of_them)
     def acknowledge(self, which):
-        self.scheduler.acknowledge_first_step(self.to_acknowledge[which % len(self.to_acknowledge)])
+        """Rather one of a wave whose id came back and holds other pages now."""
+        late = [wave for wave in self.to_acknowledge if any(map(self.came_back, wave.requests))]
+        waves = late or self.to_acknowledge
+        self.scheduler.acknowledge_first_step(waves[which % len(waves)])
 
     @precondition(lambda self: self.stage is not None and self.running)
     @rule(which=one_of_them, how=st.sampled_from(("abort", "fail", "preempt", "preempt")))
@@ -203,6 +214,10 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def status(self, request_id):
         return self.scheduler.status(request_id)
+
+    def came_back(self, scheduled):
+        holder = self.pages.holders.get(scheduled.request_id)
+        return holder is not None and holder.snapshot is not scheduled.snapshot
 
     def forward(self, running):
         states = [self.states[request_id] for request_id in running.request_ids]

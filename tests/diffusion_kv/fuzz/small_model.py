@@ -105,6 +105,8 @@ class BreakableModel:
         """Requests whose call failed."""
         self.prepared = {}
         """Request id -> the request as it was laid out last."""
+        self.first_queries = {}
+        """Request id -> where its first step began."""
         self.first_model = self._model
         self.architecture = self.first_model.architecture
         self.kv_shape = self.first_model.kv_shape
@@ -125,6 +127,8 @@ class BreakableModel:
 
     def denoise(self, states, step_index, attention):
         request_ids = [state.prepared.request.request_id for state in states]
+        if step_index == 0:
+            self.first_queries.update(dict.fromkeys(request_ids, attention.query_start_tokens))
         broken = [one for one in request_ids if self.breaks.get(one) == "layer"]
         if broken:
             attention = BreakingAttention(attention, lambda: self._break("layer", *request_ids))

@@ -30,7 +30,7 @@ asks = st.builds(
     seed=st.sampled_from((1, 1, 1, 1, 2, None)),
     guidance_scale=st.sampled_from((2.5, 2.5, 1.0)),
     num_inference_steps=st.sampled_from((1, 2, 2, 3)),
-    lora_scale=st.sampled_from((None, None, None, None, None, 1.0, 0.5)),
+    lora_scale=st.sampled_from((None, None, None, None, 1.0, 1.0, 0.5)),
 )
 
 

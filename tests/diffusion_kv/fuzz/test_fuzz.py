@@ -25,8 +25,8 @@ def parts(tmp_path_factory):
 
 
 def test_any_use_of_an_engine_keeps_every_page_right(parts):
-    run_machine(EngineMachine, parts, share=0.6)
+    run_machine(EngineMachine, parts, share=0.4)
 
 
 def test_steps_messages_and_ends_may_come_in_any_order(parts):
-    run_machine(SchedulerMachine, parts, share=0.6)
+    run_machine(SchedulerMachine, parts, share=0.4)
