@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The accuracy protocol: another prompt warms the cache, then the original hits it in part and, again and again, in full.
+"""The accuracy protocol: another prompt warms the cache, then the original hits it in part and, repeatedly, in full.
 
 Two reference pictures, guidance 2.5, 50 steps, seed 42, dense, paged, and paged with prefix caching. Only pictures of
 the original prompt are scored, against a golden: the picture of a dense run, committed beside the tests.
