@@ -19,7 +19,13 @@ from omni_core.prefix_cache.task import LEGAL_MOVES, TaskState
 REPOSITORY = Path(__file__).parents[1]
 PAGE = REPOSITORY / "docs" / "concurrency.md"
 PICTURE = REPOSITORY / "docs" / "assets" / "task-states.svg"
-SOURCES = ("omni_core/prefix_cache", "omni_core/integrations", "omni_core/sinks", "backends/cpu_sim")
+SOURCES = (
+    "omni_core/prefix_cache",
+    "omni_core/diffusion_kv",
+    "omni_core/integrations",
+    "omni_core/sinks",
+    "backends/cpu_sim",
+)
 CORE = "omni_core/prefix_cache"
 
 THREADS = {
