@@ -50,13 +50,15 @@ class EngineMachine(RuleBasedStateMachine):
     """A stage's sizes -> who hands out its pages."""
     adapters = None
     """Name -> file."""
+    backend = None
+    """Owns the pages' memory."""
     span_safe = st.just(False)
 
     stage = None
 
     @initialize(data=st.data())
     def open(self, data):
-        self.stage = Stage(data.draw(stage_sizes(span_safe=self.span_safe)), type(self).make_pages)
+        self.stage = Stage(data.draw(stage_sizes(span_safe=self.span_safe)), type(self).make_pages, type(self).backend)
         self.pages, self.model = self.stage.pages, self.stage.model
         self.aborted = set()
         self.worker = OrderedWorker(self.stage.step_worker, (self.aborted, self.pages.never_fit))

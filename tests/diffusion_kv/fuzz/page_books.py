@@ -281,7 +281,7 @@ class WatchedReservations:
         self.holders[snapshot.request_id] = Holder(snapshot, prepared, self.epoch, self.model.weight_seed)
 
     def _claim(self, holder):
-        truth = truth_of(holder.prepared, self.model.prefix_tokens, holder.weight_seed)
+        truth = truth_of(holder.prepared, self.model.layout, holder.weight_seed)
         first_page = {}
         for row in holder.snapshot.rows:
             for place, key in enumerate(self._block_keys(holder.prepared, row.row_index)):

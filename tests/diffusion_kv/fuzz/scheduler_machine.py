@@ -38,13 +38,15 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     make_pages = None
     adapters = None
+    backend = None
+    """Owns the pages' memory."""
     span_safe = st.just(False)
 
     stage = None
 
     @initialize(data=st.data())
     def open(self, data):
-        self.stage = Stage(data.draw(stage_sizes(span_safe=self.span_safe)), type(self).make_pages)
+        self.stage = Stage(data.draw(stage_sizes(span_safe=self.span_safe)), type(self).make_pages, type(self).backend)
         self.pages, sizes = self.stage.pages, self.stage.sizes
         self.pages.worker_first = False
         self.scheduler = DiffusionScheduler(

@@ -55,24 +55,40 @@ def options(prefix_tokens):
     return TinyHunyuanOptions(layout="debug", prefix_tokens=prefix_tokens, dtype="float64")
 
 
+class ModelOfSharedHeads(TinyHunyuanPipeline):
+    """tiny-hunyuan whose unconditional row begins with the conditional one's tokens; its own differ from the start."""
+
+    def __init__(self, options, shared_head_tokens):
+        super().__init__(options)
+        self._shared = shared_head_tokens
+
+    def preprocess(self, request):
+        prepared = super().preprocess(request)
+        conditional, *others = prepared.rows
+        rows = [replace(row, token_ids=self._with_shared_head(conditional, row)) for row in others]
+        return replace(prepared, rows=(conditional, *rows))
+
+    def _with_shared_head(self, conditional, row):
+        return conditional.token_ids[: self._shared] + row.token_ids[self._shared :]
+
+
 @cache
-def model(prefix_tokens, weight_seed=0):
-    return TinyHunyuanPipeline(replace(options(prefix_tokens), weight_seed=weight_seed))
+def model(layout, weight_seed=0):
+    prefix_tokens, shared_head_tokens = layout
+    return ModelOfSharedHeads(replace(options(prefix_tokens), weight_seed=weight_seed), shared_head_tokens)
 
 
-def truth_of(prepared, prefix_tokens, weight_seed):
+def truth_of(prepared, layout, weight_seed):
     """What `prepared` gives with these weights. The picture of a random seed is computed with the seed it drew."""
     asked = prepared.request
     pictures = tuple(reference.tobytes() for reference in asked.references)
-    return _truth(
-        replace(asked, request_id="alone", seed=prepared.seed, references=()), pictures, prefix_tokens, weight_seed
-    )
+    return _truth(replace(asked, request_id="alone", seed=prepared.seed, references=()), pictures, layout, weight_seed)
 
 
 @lru_cache(maxsize=400)
-def _truth(asked, pictures, prefix_tokens, weight_seed):
+def _truth(asked, pictures, layout, weight_seed):
     references = tuple(np.frombuffer(bytearray(pixels), np.uint8).reshape(8, 8, 3) for pixels in pictures)
-    owner, pipeline = PlainOwner(), model(prefix_tokens, weight_seed)
+    owner, pipeline = PlainOwner(), model(layout, weight_seed)
     (state,) = run(pipeline, [replace(asked, references=references)], owner)
     layers = range(pipeline.kv_shape.num_layers)
     prefixes = tuple(
@@ -96,8 +112,9 @@ def make_adapters(folder):
 class BreakableModel:
     """The model as an engine runs it: its weights can be changed, and its next call for a request can fail."""
 
-    def __init__(self, prefix_tokens):
-        self.prefix_tokens = prefix_tokens
+    def __init__(self, layout):
+        """A model of `(prefix_tokens, shared_head_tokens)`."""
+        self.layout = layout
         self.weight_seed = 0
         self.breaks = {}
         """Request id -> the call that fails: `start`, `layer`, `forward` or `decode`."""
@@ -114,7 +131,7 @@ class BreakableModel:
 
     @property
     def _model(self):
-        return model(self.prefix_tokens, self.weight_seed)
+        return model(self.layout, self.weight_seed)
 
     def preprocess(self, asked):
         prepared = self._model.preprocess(asked)

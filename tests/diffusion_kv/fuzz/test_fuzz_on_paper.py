@@ -7,11 +7,14 @@ from diffusion_kv.fuzz.run_machine import run_machine
 from diffusion_kv.fuzz.scheduler_machine import SchedulerMachine
 from diffusion_kv.fuzz.small_model import make_adapters
 from diffusion_kv.fuzz.stage import paper_pages
+from diffusion_kv.worker_rig import opened_backend
 
 
 @pytest.fixture(scope="module")
 def parts(tmp_path_factory):
-    return {"make_pages": paper_pages, "adapters": make_adapters(tmp_path_factory.mktemp("adapters"))}
+    adapters = make_adapters(tmp_path_factory.mktemp("adapters"))
+    with opened_backend() as backend:
+        yield {"make_pages": paper_pages, "adapters": adapters, "backend": backend}
 
 
 def test_any_use_of_an_engine_keeps_every_page_right(parts):
