@@ -111,6 +111,9 @@ class StageSink(ABC):
     option_rules: ClassVar[Mapping[str, Callable[[str, str, Any], Any]]] = {}
     """Option → what refuses a wrong value with `InvalidSinkOptionError`, given sink, option and value, such as the
     functions of `omni_core.sinks.options`. For tools that look at settings and start nothing."""
+    rows_may_wait: ClassVar[bool] = False
+    """Whether rows of a request that goes on may come a quarter of a second later, several steps at a time, which costs
+    less. For a sink that shows nothing of a request before its end; of that it is told at once all the same."""
 
     @abstractmethod
     def accept(self, delivery: SinkDelivery) -> None:

@@ -35,6 +35,7 @@ class MemorySink(StageSink):
     """
 
     option_rules: ClassVar = {"max_requests": checked_count, "max_bytes": checked_count, "keep_aborted": checked_bool}
+    rows_may_wait: ClassVar = True
 
     def __init__(
         self,

@@ -66,6 +66,7 @@ class SafetensorsSink(StageSink):
         "keep_aborted": checked_bool,
         "max_open_bytes": checked_count,
     }
+    rows_may_wait: ClassVar = True
 
     def __init__(
         self,

@@ -121,6 +121,7 @@ def test_each_row_comes_once_or_is_missed_and_each_request_ends_once(seed, on_sl
     random = Random(seed)
     with SeededRuntime(seed, stall_limit_s=2 * BOUND_S) as runtime:
         cache, sink = OwingCache(runtime), SlowSink(runtime, random)
+        sink.rows_may_wait = random.random() < 0.5
         builder = StageBuilder(
             cache,
             sink,

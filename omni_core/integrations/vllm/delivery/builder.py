@@ -6,6 +6,9 @@ feeder's (`sink_feeder`) waits for the sink. At most `max_open_steps` steps wait
 of rows for the sink. A step for which there is no room is given up. Its rows are not lost: the cache delivers them with
 a later step of the same requests, and what never comes is reported as missing or failed when the request ends. Its
 leftovers (outputs without a row per token) are lost, as no cache stores them.
+
+If the sink's rows may wait, two steps are taken at a time, as long as there is room for a further one; news and flushes
+never wait for more.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from typing import Any
 from omni_core.integrations.vllm.delivery.built_step import BuiltStep, StartedRequest, StepSource
 from omni_core.integrations.vllm.delivery.delivery_assembler import DeliveryAssembler
 from omni_core.integrations.vllm.delivery.delivery_log import Count, DeliveryLog, error_text
+from omni_core.integrations.vllm.delivery.linger import Linger
 from omni_core.integrations.vllm.delivery.sink_feeder import SinkFeeder
 from omni_core.integrations.vllm.errors import FlushTimeoutError
 from omni_core.integrations.vllm.request_ids import ClientRequest
@@ -30,6 +34,8 @@ __all__ = ["BuiltStep", "StageBuilder", "StartedRequest", "StepSource"]
 
 _LOG = logging.getLogger(__name__)
 
+_STEPS_AT_A_TIME = 2
+"""Steps that wait for each other, where the sink lets them wait. Each of them holds a staging slot."""
 DEFAULT_MAX_WAITING_ENTRIES = 65536
 DEFAULT_MAX_WAITING_TOKENS = 8 << 20
 """Of each token there wait two 8-byte numbers of its step, or an element of its prompt's list."""
@@ -141,6 +147,7 @@ class StageBuilder:
         self._queue: deque[_Item] = deque()
         self._waiting_tokens = 0
         self._open_steps = 0
+        self._num_held = 0
         self._items_queued = 0
         self._items_done = 0
         self._newest_ticket = 0
@@ -149,6 +156,7 @@ class StageBuilder:
         self._sink_calls_when_waited_in_vain: int | None = None
         self._closing = False
         self._busy_with = "nothing"
+        self._linger = Linger(self._changed, has_work=self._has_work, is_due=self._is_due, may_wait=sink.rows_may_wait)
         try:
             self._thread = runtime.spawn("omni-core-builder", self._run)
         except BaseException:
@@ -221,6 +229,8 @@ class StageBuilder:
             builder_done = self._items_done >= ticket
             if builder_done:
                 self._newest_mark = max(self._newest_mark, ticket)
+            else:
+                self._changed.notify_all()
         if builder_done:
             self._feeder.mark(ticket)
         return ticket
@@ -292,8 +302,10 @@ class StageBuilder:
             return self._open_steps + num_held < self._max_open_steps
 
         with self._lock:
+            self._num_held = num_held
             if has_open_step_left():
                 return True
+            self._changed.notify_all()
             if self._builder_stalled or num_held >= self._max_open_steps:
                 return False
             if self._changed.wait_for(has_open_step_left, self._room_timeout_s):
@@ -337,7 +349,20 @@ class StageBuilder:
         self._waiting_tokens += _num_waiting_tokens(item)
         if isinstance(item, _Step):
             self._open_steps += 1
-        self._changed.notify_all()
+        if self._linger.wants_to_know:
+            self._changed.notify_all()
+
+    def _has_work(self) -> bool:
+        return bool(self._queue) or self._closing
+
+    def _is_due(self) -> bool:
+        """Something other than steps came, or a flush; or one step more would leave no room for the next."""
+        at_a_time = min(_STEPS_AT_A_TIME, self._max_open_steps - 1 - self._num_held)
+        return (
+            len(self._queue) > min(self._open_steps, max(1, at_a_time) - 1)
+            or (bool(self._queue) and self._newest_mark < self._newest_ticket)
+            or self._closing
+        )
 
     def _drop_waiting(self, reason: str) -> None:
         """Keep the open steps, which the cache must be told of; everything else becomes one failure of all.
@@ -359,14 +384,7 @@ class StageBuilder:
             self._bind_thread()
         except BaseException as error:
             self._log.stage_failed(f"binding the builder's thread to its device raised {error_text(error)}")
-        while True:
-            with self._lock:
-                self._changed.wait_for(lambda: bool(self._queue) or self._closing, None)
-                if not self._queue:
-                    break
-                item = self._queue.popleft()
-                self._waiting_tokens -= _num_waiting_tokens(item)
-                self._busy_with = _describe(item)
+        while (item := self._next_item()) is not None:
             try:
                 self._process(item)
             except BaseException as error:
@@ -387,6 +405,18 @@ class StageBuilder:
                 self._feeder.mark(items_done)
             del item
         self._feeder.close_when_fed()
+
+    def _next_item(self) -> _Item | None:
+        """Waits for one; `None`: the thread is to end."""
+        with self._lock:
+            if not self._queue:
+                self._linger.wait_for_work()
+                if not self._queue:
+                    return None
+            item = self._queue.popleft()
+            self._waiting_tokens -= _num_waiting_tokens(item)
+            self._busy_with = _describe(item)
+        return item
 
     def _process(self, item: _Item) -> None:
         match item:

@@ -4,6 +4,9 @@
 Nobody waits for the sink but this thread. Whoever saves a step asks `has_room` first; a step that was let in is queued
 whatever its size, so a delivery bigger than the whole queue passes too. What can wait here is therefore
 `max_queue_bytes`, the rows of the steps that were let in before it was reached, and a thousand last words.
+
+If the sink's rows may wait, a few steps are handed over at a time; last words, marks and a queue that is half full
+never wait for more.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from omni_core.integrations.vllm.delivery.delivery_log import Count, DeliveryLog, error_text
+from omni_core.integrations.vllm.delivery.linger import Linger
 from omni_core.runtime import Runtime
 from omni_core.sinks.base import RequestKey, SinkDelivery, SinkRequestEnd, StageSink
 from omni_core.sinks.sizes import ENTRY_BYTES, held_nbytes
@@ -20,6 +24,8 @@ from omni_core.sinks.sizes import ENTRY_BYTES, held_nbytes
 _MAX_ROWLESS_ENDS = 1024
 """Most last words on requests without a row that wait for the sink. There may be more such requests than any queue
 holds; of requests with rows there are no more than their rows found room for."""
+_ENTRIES_AT_A_TIME = 8
+"""Steps that wait for each other, where the sink lets them wait."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +73,7 @@ class SinkFeeder:
         self._queued_bytes = 0
         self._peak_bytes = 0
         self._rowless_ends = 0
+        self._steps_queued = 0
         self._entries_queued = 0
         self._entries_done = 0
         self._highest_mark = 0
@@ -75,6 +82,7 @@ class SinkFeeder:
         self._closing = False
         self._busy_with: tuple[str, str] | None = None
         self._broken: set[RequestKey] = set()
+        self._linger = Linger(self._changed, has_work=self._has_work, is_due=self._is_due, may_wait=sink.rows_may_wait)
         self._thread = runtime.spawn("omni-core-feeder", self._run)
 
     def feed(self, step: FedStep) -> None:
@@ -170,19 +178,28 @@ class SinkFeeder:
             self._entries_queued += 1
             self._queued_bytes += entry.nbytes
             self._rowless_ends += entry.is_rowless_end
+            self._steps_queued += isinstance(entry.item, FedStep)
             self._peak_bytes = max(self._peak_bytes, self._queued_bytes)
-            self._changed.notify_all()
+            if self._linger.wants_to_know:
+                self._changed.notify_all()
+
+    def _has_work(self) -> bool:
+        return bool(self._queue) or self._closing
+
+    def _is_due(self) -> bool:
+        """Something other than rows came, or many rows did."""
+        return (
+            len(self._queue) > min(self._steps_queued, _ENTRIES_AT_A_TIME - 1)
+            or 2 * self._queued_bytes >= self._max_queue_bytes
+            or self._closing
+        )
 
     def _run(self) -> None:
-        while True:
-            with self._lock:
-                self._changed.wait_for(lambda: bool(self._queue) or self._closing, None)
-                if not self._queue:
-                    break
-                entry = self._queue.popleft()
+        while (entry := self._next_entry()) is not None:
             self._hand_over(entry.item)
             with self._lock:
                 self._entries_done += 1
+                self._steps_queued -= isinstance(entry.item, FedStep)
                 if isinstance(entry.item, _Mark):
                     self._highest_mark = max(self._highest_mark, entry.item.number)
                 self._queued_bytes -= entry.nbytes
@@ -195,6 +212,13 @@ class SinkFeeder:
             self._sink.close()
         except BaseException as error:
             self._log.stage_failed(f"closing the sink raised {error_text(error)}")
+
+    def _next_entry(self) -> _Entry | None:
+        """Waits for one; `None`: the thread is to end."""
+        with self._lock:
+            if not self._queue:
+                self._linger.wait_for_work()
+            return self._queue.popleft() if self._queue else None
 
     def _hand_over(self, item: FedStep | SinkRequestEnd | _Mark) -> None:
         if isinstance(item, _Mark):
