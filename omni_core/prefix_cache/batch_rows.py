@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,7 +17,7 @@ class BatchRows(NamedTuple):
     """A batch's rows, request after request, without padding."""
 
     starts: npt.NDArray[np.int64]
-    """`(num_reqs + 1,)`: request `i` has rows `starts[i]` to `starts[i + 1]`."""
+    """`(num_reqs + 1,)`: request `i` has rows `starts[i]` to `starts[i + 1]`. Not to be written to."""
     in_batch: npt.NDArray[np.int64]
     """`(num_rows,)`: the index of each row's request."""
     positions: npt.NDArray[np.int64]
@@ -31,10 +32,19 @@ def batch_rows(num_scheduled: Integers, num_computed: Integers) -> BatchRows:
         num_computed: `(num_reqs,)` the position where each run begins.
     """
     num_reqs = len(num_scheduled)
+    if np.add.reduce(num_scheduled) == num_reqs:  # a decode step: one row each
+        starts = _one_row_each(num_reqs)
+        return BatchRows(starts, starts[:-1], num_computed.astype(np.int64))
     starts = np.zeros(num_reqs + 1, np.int64)
     np.cumsum(num_scheduled, out=starts[1:])
-    if starts[-1] == num_reqs:  # a decode step: one row each
-        return BatchRows(starts, starts[:-1], num_computed.astype(np.int64))
     in_batch = np.repeat(np.arange(num_reqs), num_scheduled)
     firsts = num_computed.astype(np.int64) - starts[:-1]
     return BatchRows(starts, in_batch, np.arange(starts[-1]) + firsts[in_batch])
+
+
+@lru_cache(maxsize=8)
+def _one_row_each(num_reqs: int) -> npt.NDArray[np.int64]:
+    """The starts of a decode step: the same ones step after step, so they are made once."""
+    starts = np.arange(num_reqs + 1, dtype=np.int64)
+    starts.flags.writeable = False
+    return starts

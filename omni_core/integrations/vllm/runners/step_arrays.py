@@ -63,13 +63,16 @@ def slots_of(req_ids: Sequence[str], rows: BatchRows, table: HostBlockTable) -> 
         RowsBeyondTableError: a request has a row beyond its blocks; names both.
     """
     in_table = rows.in_batch if table.row_of_req is None else table.row_of_req[rows.in_batch]
-    blocks = rows.positions // table.block_size
+    blocks, offsets = np.divmod(rows.positions, table.block_size)
     beyond = blocks >= table.num_blocks[in_table]
-    if beyond.any():
+    if np.logical_or.reduce(beyond):
         first_beyond = int(beyond.argmax())
         raise RowsBeyondTableError(
             f"request {req_ids[int(rows.in_batch[first_beyond])]!r} has a row at position "
             f"{int(rows.positions[first_beyond])}, but its {int(table.num_blocks[in_table[first_beyond]])} KV blocks "
             f"of {table.block_size} tokens end before it; report this"
         )
-    return table.rows[in_table, blocks].astype(np.int64) * table.block_size + rows.positions % table.block_size
+    slots: npt.NDArray[np.int64] = table.rows[in_table, blocks].astype(np.int64)
+    slots *= table.block_size
+    slots += offsets
+    return slots

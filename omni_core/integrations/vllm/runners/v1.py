@@ -62,7 +62,10 @@ class V1View:
         held = HostBlockTable(table.block_table.np, table.num_blocks_per_row, None, table.block_size)
         slots = slots_of(req_ids, rows, held)
         at = rows.in_batch, rows.positions
-        token_ids = np.where(batch.is_token_ids[at], batch.token_ids_cpu[at], UNKNOWN_TOKEN_ID).astype(np.int64)
+        token_ids = batch.token_ids_cpu[at].astype(np.int64)
+        told = batch.is_token_ids[at]
+        if not np.logical_and.reduce(told):  # a prompt given as embeddings
+            token_ids[~told] = UNKNOWN_TOKEN_ID
         drafts = num_draft_tokens(scheduler_output, req_ids)
         return StepArrays(req_ids, rows.starts, rows.positions, slots, token_ids, drafts)
 
