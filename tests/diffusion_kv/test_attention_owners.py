@@ -30,6 +30,7 @@ from diffusion_kv.worker_rig import (
 )
 
 from omni_core.diffusion_kv.errors import DiffusionKVConfigError
+from omni_core.diffusion_kv.rows import RowGeometry, RowLayout
 from omni_core.diffusion_kv.worker.device_memory import BackendMemory
 
 GEOMETRY = LAYOUT.geometry
@@ -117,6 +118,18 @@ def test_a_hit_gives_what_a_miss_gives_in_other_types(dtype, gate):
         first, later = run(owner, keys_of("a-warm"), tensors)
     assert relative_error(first, missed[0][:, :, HIT:]) <= gate
     assert relative_error(later, missed[1]) <= gate
+
+
+@pytest.mark.parametrize("kind", OWNERS)
+def test_a_row_without_a_trailer_keeps_the_prefix_that_shares_its_last_page(kind):
+    layout = RowLayout(RowGeometry(prefix_tokens=70, target_tokens=5, total_tokens=75), LAYOUT.spans[:1])
+    tensors, rows = RowTensors(layout=layout), keys_of("a")
+    wanted = run(dense(), rows, tensors, layout=layout, later_steps=2)
+    with opened_owner(kind) as owner:
+        owner.worker.install(snapshot("a", pages_from(1, 5), pages_from(6, 5), layout=layout))
+        got = run(owner, rows, tensors, layout=layout, later_steps=2)
+    for step_got, step_wanted in zip(got, wanted, strict=True):
+        assert relative_error(step_got, step_wanted) <= 1e-5
 
 
 @pytest.mark.parametrize("kind", OWNERS)

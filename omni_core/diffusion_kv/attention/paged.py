@@ -36,7 +36,8 @@ class PagedForward:
     block_tables: torch.Tensor
     """int32 `[rows, max_blocks_per_row]`: each row's pages in order, then the null page."""
     fresh_pages: torch.Tensor | None
-    """int64 page ids, in a first step: each row's last page, which this forward fills up to the row's end."""
+    """int64 page ids: in a first step each row's last page, of which nothing is worth keeping. `None` in a later one:
+    the last page may hold the end of the prefix."""
 
     @property
     def num_query_tokens(self) -> int:
@@ -91,7 +92,7 @@ class PagedAttention(ABC):
             raise PagedAttentionError(
                 f"rows of one forward hit {sorted(hits)} tokens; they start at one token, so they need one hit"
             )
-        return self._begin(rows, installed, layout, hits.pop(), layout.geometry.total_tokens)
+        return self._begin(rows, installed, layout, hits.pop(), layout.geometry.total_tokens, fresh_last_pages=True)
 
     def later_step(self, rows: Sequence[RowKey], layout: RowLayout) -> PagedStep:
         """Attention over `[prefix, prefix + target)`; the trailer is not seen.
@@ -104,7 +105,8 @@ class PagedAttention(ABC):
             if not row.first_step_done:
                 raise PagedAttentionError(f"{key}: a later step, but its first one was not computed in every layer")
         geometry = layout.geometry
-        return self._begin(rows, installed, layout, geometry.prefix_tokens, geometry.target_end)
+        start, end = geometry.prefix_tokens, geometry.target_end
+        return self._begin(rows, installed, layout, start, end, fresh_last_pages=False)
 
     @abstractmethod
     def _prepare(self, forward: PagedForward) -> PagedLayers:
@@ -128,7 +130,14 @@ class PagedAttention(ABC):
         return installed
 
     def _begin(
-        self, rows: Sequence[RowKey], installed: Sequence[InstalledRow], layout: RowLayout, start: int, end: int
+        self,
+        rows: Sequence[RowKey],
+        installed: Sequence[InstalledRow],
+        layout: RowLayout,
+        start: int,
+        end: int,
+        *,
+        fresh_last_pages: bool,
     ) -> PagedStep:
         plan = plan_pieces(layout, start, end)
         num_rows = len(installed)
@@ -139,7 +148,7 @@ class PagedAttention(ABC):
         block_tables = self._block_tables[:num_rows]
         torch.index_select(self._worker.tables.device, 0, on_device, out=block_tables)
         fresh_pages = None
-        if end == layout.geometry.total_tokens:
+        if fresh_last_pages:
             last_block = (end - 1) // self._worker.pool.block_size
             fresh_pages = self._fresh_pages[:num_rows].copy_(block_tables[:, last_block])
         self._forwards += 1
