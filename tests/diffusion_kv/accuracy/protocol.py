@@ -5,6 +5,7 @@ Two reference pictures, guidance 2.5, 50 steps, seed 42, dense, paged, and paged
 the original prompt are scored, against a golden: the picture of a dense run, committed beside the tests.
 """
 
+from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,8 +14,11 @@ from diffusion_kv.accuracy.stages import asked, generate, opened
 from PIL import Image
 from skimage.metrics import peak_signal_noise_ratio, structural_similarity
 
+from omni_core.diffusion_kv.tiny_hunyuan import TinyHunyuanPipeline
+
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "diffusion"
 EXAMPLES = Path(__file__).parents[3] / "examples" / "diffusion"
+OTHER = "other prompt"
 STEPS = 50
 PAGE_SIZE = {"debug": 16, "big": 32}
 FULL_HIT = {"debug": 80, "big": 1632}
@@ -35,6 +39,9 @@ class Scored:
     picture: np.ndarray
     hit_tokens: int
     first_step_tokens: int
+    """What the scheduler left to the first step."""
+    computed: tuple[tuple[int, int], ...]
+    """Per step, the first token the model computed of each row, and how many."""
 
     def psnr_db(self, golden):
         """Infinite for equal pictures."""
@@ -44,6 +51,19 @@ class Scored:
 
     def ssim(self, golden):
         return float(structural_similarity(golden, self.picture, channel_axis=2))
+
+
+class WatchedPipeline(TinyHunyuanPipeline):
+    """Writes down what the model computes of each row."""
+
+    def __init__(self, options):
+        super().__init__(options)
+        self.computed = defaultdict(list)
+
+    def denoise(self, states, step_index, attention):
+        super().denoise(states, step_index, attention)
+        (name,) = {row.request_id for row in attention.rows}
+        self.computed[name].append((attention.query_start_tokens, attention.num_query_tokens))
 
 
 def golden(layout):
@@ -56,25 +76,40 @@ def references():
 
 def run(layout, *, owner="kernel", dtype="float32"):
     """Every scored picture; the first is the dense one."""
-    original = asked(
-        "original", prompt="a boat at sea", references=references(), guidance_scale=2.5, num_inference_steps=STEPS
-    )
-    other = asked("other", prompt="a red house", references=references(), guidance_scale=2.5, num_inference_steps=STEPS)
+
+    def ask(name, prompt="a boat at sea"):
+        return asked(name, prompt=prompt, references=references(), guidance_scale=2.5, num_inference_steps=STEPS)
+
     scored = []
     for mode, settings, requests in (
-        ("dense", {"owner": "dense"}, {"dense": original}),
-        ("paged", {"owner": owner, "enable_prefix_caching": False}, {"no cache": original}),
+        ("dense", {"owner": "dense"}, [ask("dense")]),
+        ("paged", {"owner": owner, "enable_prefix_caching": False}, [ask("no cache")]),
         (
             "paged with prefix caching",
             {"owner": owner},
-            {"": other, "partial hit": original, "full hit": original, "full hit again": original},
+            [ask(OTHER, prompt="a red house"), ask("partial hit"), ask("full hit"), ask("full hit again")],
         ),
     ):
-        with opened(layout=layout, model={"dtype": dtype}, block_size=PAGE_SIZE[layout], **settings) as engine:
-            finished = generate(engine, *requests.values())
+        pipelines = []
+
+        def watched(options, made=pipelines):
+            made.append(WatchedPipeline(options))
+            return made[0]
+
+        with opened(
+            layout=layout, model={"dtype": dtype}, pipeline=watched, block_size=PAGE_SIZE[layout], **settings
+        ) as engine:
+            finished = generate(engine, *requests)
         scored += [
-            Scored(mode, name, one.image, one.kv.cached_prefix_tokens, one.first_step_tokens)
-            for name, one in zip(requests, finished, strict=True)
-            if name
+            Scored(
+                mode=mode,
+                name=one.request_id,
+                picture=one.image,
+                hit_tokens=one.kv.cached_prefix_tokens,
+                first_step_tokens=one.first_step_tokens,
+                computed=tuple(pipelines[0].computed[one.request_id]),
+            )
+            for one in finished
+            if one.request_id != OTHER
         ]
     return scored

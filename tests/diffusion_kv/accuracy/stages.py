@@ -8,6 +8,7 @@ import numpy as np
 
 from omni_core.diffusion_kv.deploy import parse_deploy
 from omni_core.diffusion_kv.pipeline import DiffusionRequest
+from omni_core.diffusion_kv.tiny_hunyuan import TinyHunyuanOptions
 from omni_core.integrations.diffusion.assembly import open_engine
 
 PICTURE = np.random.default_rng(0).integers(0, 256, (256, 256, 3), np.uint8)
@@ -16,8 +17,11 @@ KV_BYTES = {"debug": 2**22, "small": 2**26, "big": 2**28}
 
 
 @contextmanager
-def opened(owner="dense", *, layout="small", model=None, **settings):
-    """An engine; `owner` is `dense`, or who attends over pages. With pages, prefix caching is on unless told."""
+def opened(owner="dense", *, layout="small", model=None, pipeline=None, **settings):
+    """An engine; `owner` is `dense`, or who attends over pages. With pages, prefix caching is on unless told.
+
+    `pipeline` makes one of the options, in place of the model's own.
+    """
     paged = (
         {}
         if owner == "dense"
@@ -30,7 +34,9 @@ def opened(owner="dense", *, layout="small", model=None, **settings):
         }
     )
     stage = {"stage_id": 0, "model_options": {"layout": layout, **(model or {})}, **paged, **settings}
-    with open_engine(parse_deploy({"pipeline": "tiny_hunyuan_dit", "stages": [stage]}).stage()) as engine:
+    config = parse_deploy({"pipeline": "tiny_hunyuan_dit", "stages": [stage]}).stage()
+    made = None if pipeline is None else pipeline(TinyHunyuanOptions.from_mapping(stage["model_options"]))
+    with open_engine(config, pipeline=made) as engine:
         yield engine
 
 
