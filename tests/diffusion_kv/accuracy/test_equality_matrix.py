@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What must equal what, and how exactly, at the small layout: prefix 543, two rows of 802 tokens, pages of 32."""
 
+from dataclasses import replace
+
 import pytest
 import torch
-from diffusion_kv.accuracy.stages import asked, generate, hits, opened, relative_error
+from diffusion_kv.accuracy.stages import PICTURE, asked, generate, hits, opened, relative_error
 from diffusion_kv.plain_owner import PlainOwner, run
 
 from omni_core.diffusion_kv.tiny_hunyuan import TinyHunyuanOptions, TinyHunyuanPipeline, make_adapter
@@ -121,3 +123,22 @@ def test_an_adapter_hits_its_own_pages_and_no_others(tmp_path):
     for ours, wanted in zip(pictures["gathered"], pictures["dense"], strict=True):
         assert relative_error(ours.latents, wanted.latents) <= 1e-5
     assert relative_error(cold.latents, plain.latents) > 1e-2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("owner", ["gathered", "kernel"])
+def test_the_big_layout(owner):
+    """Two pictures, prefix 1,634, two rows of 2,037 tokens; 1,504 lies inside the second picture."""
+    ours, other = (asked(name, references=(PICTURE, PICTURE[::-1].copy())) for name in ("ours", "other"))
+    with opened("dense", layout="big") as engine:
+        (wanted,) = generate(engine, ours)
+    with opened(owner, layout="big", enable_prefix_caching=False) as engine:
+        (off,) = generate(engine, ours)
+    with opened(owner, layout="big") as engine:
+        warm = generate(engine, replace(other, prompt="a goat"), ours, ours, ours)
+    assert hits(warm) == [0, 1504, 1632, 1632]
+    assert [one.first_step_tokens for one in warm] == [4074, 1066, 810, 810]
+    assert torch.equal(off.latents, wanted.latents) or owner == "kernel"
+    for one in (off, *warm[1:]):
+        assert relative_error(one.latents, wanted.latents) <= 1e-5
+    assert torch.equal(warm[2].latents, warm[3].latents)

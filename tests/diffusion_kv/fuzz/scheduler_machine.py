@@ -137,6 +137,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             if scheduled.request_id not in self.states:
                 self.states[scheduled.request_id] = self.stage.model.start(scheduled.prepared)
         self.running.append(Running(wave, list(wave.request_ids), wave.forward_key.completed_steps))
+        for late in self.late_acknowledgements():
+            self.scheduler.acknowledge_first_step(late)
 
     # -- waves
 
@@ -153,9 +155,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.stage is not None and self.to_acknowledge)
     @rule(which=one_of_them)
     def acknowledge(self, which):
-        """Rather one of a wave whose id came back and holds other pages now."""
-        late = [wave for wave in self.to_acknowledge if any(map(self.came_back, wave.requests))]
-        waves = late or self.to_acknowledge
+        waves = self.late_acknowledgements() or self.to_acknowledge
         self.scheduler.acknowledge_first_step(waves[which % len(waves)])
 
     @precondition(lambda self: self.stage is not None and self.running)
@@ -216,6 +216,10 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def status(self, request_id):
         return self.scheduler.status(request_id)
+
+    def late_acknowledgements(self):
+        """Waves of an id that came back and holds other pages now."""
+        return [wave for wave in self.to_acknowledge if any(map(self.came_back, wave.requests))]
 
     def came_back(self, scheduled):
         holder = self.pages.holders.get(scheduled.request_id)
