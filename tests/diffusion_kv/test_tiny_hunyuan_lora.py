@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Adapters of tiny-hunyuan: made by seed, found by path, loaded per epoch, and never half fitting."""
 
+import sys
+
 import pytest
 import torch
 from diffusion_kv.plain_owner import PlainOwner, run
@@ -101,3 +103,11 @@ def test_an_adapter_gone_after_preprocessing_refuses_its_request_alone(adapter_f
     adapter_file.unlink()
     with pytest.raises(RequestRefusedError, match="there is no file"):
         pipeline.start(prepared)
+
+
+def test_an_adapter_without_safetensors_refuses_its_request_alone(adapter_file, monkeypatch):
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    pipeline = debug_pipeline()
+    with pytest.raises(RequestRefusedError, match=r"needs safetensors; pip install 'omni-core\[diffusion\]'"):
+        pipeline.preprocess(adapted(adapter_file))
+    assert len(pipeline.preprocess(request()).rows) == 2

@@ -76,10 +76,15 @@ def check_adapter_file(request_id: str, lora: LoRARequest, size: TransformerSize
     """Check that the request's adapter can be loaded; reads the file's header alone.
 
     Raises:
-        RequestRefusedError: no such file, no safetensors file, not this model's tensors, or a scale that is no number.
+        RequestRefusedError: no such file, no safetensors file, not this model's tensors, a scale that is no number, or
+            safetensors is not installed.
     """
-    from safetensors import SafetensorError, safe_open
-
+    try:
+        from safetensors import SafetensorError, safe_open
+    except ImportError as error:
+        raise RequestRefusedError(
+            request_id, f"adapter {lora.name!r}: reading one needs safetensors; pip install 'omni-core[diffusion]'"
+        ) from error
     if not abs(lora.scale) < float("inf"):
         raise RequestRefusedError(request_id, f"the scale {lora.scale} of adapter {lora.name!r} is not a finite number")
     if not Path(lora.path).is_file():
