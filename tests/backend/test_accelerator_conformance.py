@@ -17,6 +17,7 @@ from omni_core.runtime import Runtime
 
 class OnAFakeMachine(BackendConformance):
     vendor: Vendor
+    throughput_nbytes = 1 << 20
 
     @pytest.fixture(autouse=True)
     def machine(self) -> Iterator[FakeMachine]:

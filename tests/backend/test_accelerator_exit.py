@@ -11,7 +11,7 @@ from pathlib import Path
 SUPPORT = Path(__file__).parents[1] / "support"
 
 PROGRAM = """
-import atexit, os, sys
+import atexit, gc, os, sys
 from contextlib import ExitStack
 
 import torch
@@ -59,6 +59,7 @@ def run(work):
     print("exit code", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 
 
+gc.freeze()  # what was imported need not be collected again at the end of each child
 for how in ("left open", "closed", "an error", "a child"):
     run(lambda: use_a_backend(Vendor.CUDA, how))
 run(lambda: use_a_backend(Vendor.NPU, "left open"))

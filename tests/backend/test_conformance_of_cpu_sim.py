@@ -8,10 +8,12 @@ from omni_core.backend.conformance import BackendConformance
 
 class TestRegisteredCpuSim(BackendConformance):
     backend_name = "cpu_sim"
+    throughput_nbytes = 1 << 20
 
 
 class TestSlowCpuSim(BackendConformance):
     backend_name = "cpu_sim"
+    throughput_nbytes = 1 << 20
     backend_options: ClassVar = {
         "copy_latency_s": 0.0005,
         "copy_bandwidth_bytes_per_s": 2e9,

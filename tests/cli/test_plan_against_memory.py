@@ -10,7 +10,7 @@ import json
 
 import pytest
 from model_configs import QWEN3_OMNI_30B_A3B, SMOLLM2_135M, TALKER, THINKER, write_model
-from process_memory import memory_of
+from process_memory import memory_programs
 
 from omni_core.cli.main import main
 
@@ -44,8 +44,14 @@ MODELS = {
 }
 
 
+@pytest.fixture(scope="module")
+def memory_of():
+    with memory_programs() as memory_of:
+        yield memory_of
+
+
 @pytest.mark.parametrize("name", MODELS)
-def test_the_plan_is_what_is_allocated_and_memory_follows_it(capsys, tmp_path, name):
+def test_the_plan_is_what_is_allocated_and_memory_follows_it(capsys, tmp_path, memory_of, name):
     config, arguments, outputs = MODELS[name]
     folder = write_model(tmp_path, config)
     given = ["plan", "--model", folder, "--on-cpu", "--max-num-tokens", str(MAX_NUM_TOKENS), "--format", "json"]

@@ -33,7 +33,7 @@ from omni_core.testing.sim_step import NO_FAULTS, StepFaults
 from omni_core.testing.stalling_runtime import Stall, StallingRuntime
 from omni_core.testing.workload_report import describe, total_rows
 
-SEEDS = range(56)
+SEEDS = range(44)
 CRAMPED_SEEDS = range(8)
 SCHEDULED_SEEDS = range(12)
 ROWS_OF_EACH_KIND = 2_000
@@ -198,13 +198,13 @@ def play(config, actions):
         stage.run_to_end()
 
 
-@settings(max_examples=100)
+@settings(max_examples=settings().max_examples // 2)
 @given(st.lists(plain_actions, max_size=24))
 def test_rows_are_right_in_small_workloads(actions):
     play(STAGE, actions)
 
 
-@settings(max_examples=150)
+@settings(max_examples=settings().max_examples * 3 // 4)
 @given(
     st.sampled_from([Preemption.RECOMPUTE_V1, Preemption.RECOMPUTE_V2]),
     st.booleans(),

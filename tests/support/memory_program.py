@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Builds one cache in a fresh process, fills part of its pool, and prints what the process's memory did, as JSON.
 
-python memory_program.py '{"num_blocks": ..., "keys": {...}, "fill_blocks": ...}'
+Reads what to build from its input, a line each: {"num_blocks": ..., "keys": {...}, "fill_blocks": ...}. Each line is
+answered by a line from a process that is forked off for it.
 """
 
 import gc
 import json
+import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -134,9 +136,22 @@ def main(told):
                 "resident_pool_bytes": filled.cache.resident_pool_bytes(),
             }
         )
+        + "\n"
     )
     filled.close()
 
 
+def answer_in_a_child(line):
+    child = os.fork()
+    if child == 0:
+        main(json.loads(line))
+        sys.exit()
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if status != 0:
+        sys.exit(status)
+
+
 if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))
+    gc.freeze()  # what was imported need not be collected again in each child
+    for each_line in sys.stdin:
+        answer_in_a_child(each_line)

@@ -19,7 +19,7 @@ from omni_core.backend.conformance.refusals import REFUSAL_CHECKS
 from omni_core.backend.conformance.resources import DESCRIPTION_CHECKS, MEMORY_CHECKS
 from omni_core.backend.conformance.rig import BackendFactory, Check, Rig
 from omni_core.backend.conformance.threads import THREAD_CHECKS
-from omni_core.backend.conformance.throughput import measure_throughput
+from omni_core.backend.conformance.throughput import DEFAULT_NBYTES, measure_throughput
 from omni_core.backend.registry import create_backend, load_backend_class
 from omni_core.runtime import Runtime, ThreadingRuntime
 
@@ -142,6 +142,8 @@ class BackendConformance:
     """The backend's own keyword arguments."""
     limit_s: ClassVar[float] = 120.0
     """How long one check may take."""
+    throughput_nbytes: ClassVar[int] = DEFAULT_NBYTES
+    """Of each copy that `test_throughput` times."""
 
     def make_backend(self, runtime: Runtime) -> DeviceBackend:
         """Make the backend under test; override it for a backend that is not registered."""
@@ -165,7 +167,7 @@ class BackendConformance:
     def test_throughput(self, record_property: Callable[[str, object], None]) -> None:
         """The bytes per second of its copies stand in the test report; any figure will do."""
         self._skip_without_device()
-        measured = measure_throughput(self.make_backend)
+        measured = measure_throughput(self.make_backend, nbytes=self.throughput_nbytes)
         record_property("pinned_bytes_per_s", round(measured.pinned_bytes_per_s))
         record_property("pageable_bytes_per_s", round(measured.pageable_bytes_per_s))
 

@@ -12,7 +12,8 @@ from omni_core.backend.base import DeviceBackend
 from omni_core.backend.conformance.rig import MIB, WAIT_S, BackendFactory, Rig, require_equal
 from omni_core.runtime import Runtime, ThreadingRuntime
 
-_DEFAULT_NBYTES = 64 * MIB
+DEFAULT_NBYTES = 64 * MIB
+"""Large enough that starting a copy does not count."""
 _DEFAULT_ROUNDS = 8
 _PATTERN = 251
 """A prime below 256: no two neighbouring copies of it coincide."""
@@ -31,7 +32,7 @@ class CopyThroughput:
 
 
 def measure_throughput(
-    factory: BackendFactory, *, nbytes: int = _DEFAULT_NBYTES, rounds: int = _DEFAULT_ROUNDS
+    factory: BackendFactory, *, nbytes: int = DEFAULT_NBYTES, rounds: int = _DEFAULT_ROUNDS
 ) -> CopyThroughput:
     """Copy `nbytes` some times in both ways. Blocks for a second or so; takes `nbytes` of device memory.
 
